@@ -1,1 +1,39 @@
-"""Sampled softmax for PyTorch whose cost grows with log n."""
+"""Sampled softmax for PyTorch whose cost grows with log n: random Fourier features, one tree, exact log q."""
+
+from .features import (
+    FeatureMap,
+    OrthogonalFourier,
+    PositiveRandom,
+    Quadratic,
+    RandomFourier,
+    RandomMaclaurin,
+    StructuredFourier,
+)
+from .samplers import (
+    ExactSampler,
+    KernelSampler,
+    LogUniformSampler,
+    Sampler,
+    Samples,
+    UniformSampler,
+    UnigramSampler,
+    make_sampler,
+)
+
+__all__ = [
+    "ExactSampler",
+    "FeatureMap",
+    "KernelSampler",
+    "LogUniformSampler",
+    "OrthogonalFourier",
+    "PositiveRandom",
+    "Quadratic",
+    "RandomFourier",
+    "RandomMaclaurin",
+    "Sampler",
+    "Samples",
+    "StructuredFourier",
+    "UniformSampler",
+    "UnigramSampler",
+    "make_sampler",
+]

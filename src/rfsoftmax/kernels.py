@@ -1,0 +1,299 @@
+"""`update`, `draw` and `log_prob` of `tree.py` for CPU tensors, compiled by numba: same signatures, same results.
+
+A kernel scores a node once per query, however many samples pass through it: the samples of one query that go left are
+a prefix of its sorted uniforms, so the walk carries ranges of samples instead of samples. Kernels own no random state
+and release the GIL; queries (or columns, for updates) are spread over threads of our own, as numba's own threads
+clash with torch's.
+"""
+
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from .tree import LEAF_ABSOLUTE, LEAF_QUADRATIC, MAX_UNIFORM, MIN_MASS, MIN_SHARE, Query, Tree
+
+# Reassociation lets dot products use vector instructions; the flags that assume no NaN and no inf stay off.
+_compile = functools.partial(njit, cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+# Below this many multiplications a second thread costs more than it saves.
+_MIN_WORK_PER_THREAD = 200_000
+
+
+def update(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
+    order = torch.argsort(positions)
+    leaves = tree.leaf_of(positions)[order].numpy()
+    parts = (tree.sums.numpy(), tree.weights.numpy(), leaves, order.numpy(), psi.numpy(), weight.numpy())
+    _spread(lambda a, b: _update(*parts, a, b), psi.shape[1], len(leaves) * tree.depth)
+
+
+def draw(tree: Tree, query: Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    positions = torch.empty(uniforms.shape, dtype=torch.int64)
+    log_q = torch.empty(uniforms.shape, dtype=torch.float64)
+    state, u, p, q = _arrays(tree, query), uniforms.numpy(), positions.numpy(), log_q.numpy()
+    _spread(lambda a, b: _draw(state, u, p, q, a, b), len(u), u.shape[1] * tree.depth * tree.sums.shape[1])
+    return positions, log_q
+
+
+def log_prob(tree: Tree, query: Query, positions: Tensor) -> tuple[Tensor, Tensor]:
+    log_q = torch.empty(positions.shape, dtype=torch.float64)
+    state, p, q = _arrays(tree, query), positions.contiguous().numpy(), log_q.numpy()
+    _spread(lambda a, b: _log_prob(state, p, q, a, b), len(p), p.shape[1] * tree.depth * tree.sums.shape[1])
+    return positions, log_q
+
+
+def _arrays(tree: Tree, query: Query) -> tuple[Any, ...]:
+    """Tree and query as numba takes them: one tuple, unpacked by `_draw` and `_log_prob`."""
+    parts = [t.contiguous().numpy() for t in query]
+    state = (tree.sums, tree.weights, tree.counts, tree.rows, tree.offsets)
+    return (*parts, *(t.numpy() for t in state), tree.block_size, tree.leaf_rule)
+
+
+def _spread(work: Callable[[int, int], None], size: int, cost: int) -> None:
+    """work(start, stop) over [0, size) on as many threads as torch uses and the work is worth."""
+    threads = min(torch.get_num_threads(), size, 1 + size * cost // _MIN_WORK_PER_THREAD)
+    if threads <= 1:
+        work(0, size)
+        return
+    edges = [size * i // threads for i in range(threads + 1)]
+    pool = _pool(os.getpid(), torch.get_num_threads())
+    waiting = [pool.submit(work, a, b) for a, b in itertools.pairwise(edges[1:])]
+    work(edges[0], edges[1])
+    for part in waiting:
+        part.result()
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    # Keyed by the process: threads do not survive a fork.
+    return ThreadPoolExecutor(threads, thread_name_prefix="rfsoftmax")
+
+
+@_compile
+def _dot(x: np.ndarray, y: np.ndarray) -> float:
+    total = x[0] * y[0]
+    for i in range(1, x.shape[0]):
+        total += x[i] * y[i]
+    return total
+
+
+@_compile
+def _level(node: int) -> int:
+    level = 0
+    while node > 1:
+        node >>= 1
+        level += 1
+    return level
+
+
+@_compile
+def _update(
+    sums: np.ndarray,
+    weights: np.ndarray,
+    leaves: np.ndarray,
+    order: np.ndarray,
+    psi: np.ndarray,
+    weight: np.ndarray,
+    start: int,
+    stop: int,
+) -> None:
+    """Columns start..stop: add psi[order[i]] to leaves[i], ascending, then renew their paths level by level."""
+    blocks, count = sums.shape[0] // 2, leaves.shape[0]
+    nodes = leaves.copy()
+    for i in range(count):
+        target, source = sums[leaves[i]], psi[order[i]]
+        for j in range(start, stop):
+            target[j] += source[j]
+        if start == 0:
+            weights[leaves[i]] += weight[order[i]]
+    for level in range(_level(2 * blocks - 1) - 1, -1, -1):
+        # Leaves lie on two levels. Nodes below this one step up; changed leaves on it come after those parents.
+        kept = 0
+        here = np.searchsorted(nodes[:count], 2 << level)
+        merged = np.concatenate((nodes[here:count] >> 1, nodes[:here]))
+        for node in merged:
+            if kept and nodes[kept - 1] == node:
+                continue
+            nodes[kept] = node
+            kept += 1
+            if node < blocks:
+                target, left, right = sums[node], sums[2 * node], sums[2 * node + 1]
+                for j in range(start, stop):
+                    target[j] = left[j] + right[j]
+                if start == 0:
+                    weights[node] = weights[2 * node] + weights[2 * node + 1]
+        count = kept
+
+
+@_compile
+def _excluded_leaves(excluded: np.ndarray, blocks: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The leaf and the level of each excluded position; -1 has a level above every node and so no ancestor."""
+    leaves, levels = np.zeros(excluded.shape[0], np.int64), np.full(excluded.shape[0], -1)
+    for e in range(excluded.shape[0]):
+        if excluded[e] >= 0:
+            leaves[e] = blocks + excluded[e] // block_size
+            levels[e] = _level(leaves[e])
+    return leaves, levels
+
+
+@_compile
+def _mass(node: int, level: int, b: int, leaves: np.ndarray, leaf_levels: np.ndarray, state: tuple[Any, ...]) -> float:
+    """The floored mass of a node for query b, as `tree._mass`."""
+    phi, floor, _, _, excluded_mass, excluded_weight, sums, weights, counts, _, _, _, _ = state
+    mass, weight, count = 0.0, 0.0, 0
+    for e in range(leaves.shape[0]):
+        up = leaf_levels[e] - level
+        if up >= 0 and (leaves[e] >> up) == node:
+            mass += excluded_mass[b, e]
+            weight += excluded_weight[b, e]
+            count += 1
+    if counts[node] == count:
+        return 0.0
+    score = np.float64(_dot(phi[b], sums[node])) - mass
+    least = floor[b] * max(weights[node] - weight, MIN_SHARE * weights[node])
+    return max(max(score, least), MIN_MASS)
+
+
+@_compile
+def _block_logits(block: int, b: int, logits: np.ndarray, state: tuple[Any, ...]) -> tuple[int, float, float]:
+    """Fills `logits` for the members of a block; returns their number, the largest, and sum exp(logit - largest)."""
+    _, _, queries, excluded, _, _, _, _, _, rows, offsets, block_size, leaf_rule = state
+    start = block * block_size
+    size = min(block_size, rows.shape[0] - start)
+    for k in range(size):
+        dot = np.float64(_dot(queries[b], rows[start + k]))
+        if leaf_rule == LEAF_ABSOLUTE:
+            dot = abs(dot)
+        elif leaf_rule == LEAF_QUADRATIC:
+            dot = np.log1p(dot * dot)
+        logits[k] = dot + offsets[start + k]
+    for e in range(excluded.shape[1]):
+        if start <= excluded[b, e] < start + size:
+            logits[excluded[b, e] - start] = -np.inf
+    largest, total = -np.inf, 0.0
+    for k in range(size):
+        largest = max(largest, logits[k])
+    for k in range(size):
+        if logits[k] > -np.inf:
+            total += np.exp(logits[k] - largest)
+    return size, largest, total
+
+
+@_compile
+def _draw(
+    state: tuple[Any, ...],
+    uniforms: np.ndarray,
+    positions: np.ndarray,
+    log_q: np.ndarray,
+    start: int,
+    stop: int,
+) -> None:
+    excluded, sums, block_size = state[3], state[6], state[11]
+    blocks = sums.shape[0] // 2
+    u, logits = np.empty(uniforms.shape[1]), np.empty(block_size)
+    # Walking left first leaves at most one right child waiting per level: (node, level, first and last sample).
+    stack, paths = np.empty((64, 4), np.int64), np.empty(64)
+    for b in range(start, stop):
+        u[:] = uniforms[b]
+        leaves, leaf_levels = _excluded_leaves(excluded[b], blocks, block_size)
+        stack[0, 0], stack[0, 1], stack[0, 2], stack[0, 3], paths[0] = 1, 0, 0, u.shape[0], 0.0
+        waiting = 1
+        while waiting:
+            waiting -= 1
+            node, level, first, last = stack[waiting]
+            path = paths[waiting]
+            while node < blocks:
+                level += 1
+                left = _mass(2 * node, level, b, leaves, leaf_levels, state)
+                right = _mass(2 * node + 1, level, b, leaves, leaf_levels, state)
+                p = left / (left + right)
+                middle = first
+                while middle < last and u[middle] < p:
+                    u[middle] = min(u[middle] / p, MAX_UNIFORM)
+                    middle += 1
+                for i in range(middle, last):
+                    u[i] = min((u[i] - p) / (1 - p), MAX_UNIFORM)
+                if middle == first:
+                    node, path = 2 * node + 1, path + np.log(1 - p)
+                    continue
+                if middle < last:
+                    stack[waiting, 0], stack[waiting, 1] = 2 * node + 1, level
+                    stack[waiting, 2], stack[waiting, 3] = middle, last
+                    paths[waiting] = path + np.log(1 - p)
+                    waiting += 1
+                node, path, last = 2 * node, path + np.log(p), middle
+            size, largest, total = _block_logits(node - blocks, b, logits, state)
+            # Rounding may push a uniform past the end: it then means the last class that has any probability.
+            end = size - 1
+            while np.exp(logits[end] - largest) == 0.0:
+                end -= 1
+            k, cdf = 0, np.exp(logits[0] - largest)
+            for i in range(first, last):
+                while k < end and u[i] * total >= cdf:
+                    k += 1
+                    cdf += np.exp(logits[k] - largest)
+                positions[b, i] = (node - blocks) * block_size + k
+                log_q[b, i] = path + logits[k] - largest - np.log(total)
+
+
+@_compile
+def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, start: int, stop: int) -> None:
+    excluded, sums, block_size = state[3], state[6], state[11]
+    blocks = sums.shape[0] // 2
+    logits = np.empty(block_size)
+    for b in range(start, stop):
+        leaves, leaf_levels = _excluded_leaves(excluded[b], blocks, block_size)
+        for i in range(positions.shape[1]):
+            block, place = divmod(positions[b, i], block_size)
+            _, largest, total = _block_logits(block, b, logits, state)
+            log_q[b, i] = -np.inf
+            if logits[place] == -np.inf:
+                continue
+            value = logits[place] - largest - np.log(total)
+            node = blocks + block
+            level = _level(node)
+            while node > 1:
+                mass = _mass(node, level, b, leaves, leaf_levels, state)
+                beside = _mass(node ^ 1, level, b, leaves, leaf_levels, state)
+                value += np.log(mass / (mass + beside))
+                node >>= 1
+                level -= 1
+            log_q[b, i] = value
+
+
+@_compile
+def alias_table(probability: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Walker's table by Vose's method: n P(i) = keep[i] + the sum of 1 - keep[j] over all j with alias[j] = i."""
+    n = probability.shape[0]
+    keep = probability * n / probability.sum()
+    alias = np.arange(n)
+    small, large = np.empty(n, np.int64), np.empty(n, np.int64)
+    num_small, num_large = 0, 0
+    for i in range(n):
+        if keep[i] < 1.0:
+            small[num_small] = i
+            num_small += 1
+        else:
+            large[num_large] = i
+            num_large += 1
+    while num_small and num_large:
+        num_small -= 1
+        i, j = small[num_small], large[num_large - 1]
+        alias[i] = j
+        keep[j] -= 1.0 - keep[i]
+        if keep[j] < 1.0:
+            num_large -= 1
+            small[num_small] = j
+            num_small += 1
+    # What is left differs from 1 by rounding alone.
+    for i in range(num_small):
+        keep[small[i]] = 1.0
+    for i in range(num_large):
+        keep[large[i]] = 1.0
+    return keep, alias

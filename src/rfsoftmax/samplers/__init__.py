@@ -1,0 +1,89 @@
+"""All samplers, and `make_sampler`, which makes any of them by name."""
+
+import inspect
+import math
+from typing import Any
+
+import torch
+
+from ..features import (
+    FeatureMap,
+    OrthogonalFourier,
+    PositiveRandom,
+    Quadratic,
+    RandomFourier,
+    RandomMaclaurin,
+    StructuredFourier,
+)
+from .base import DEFAULT_TAU, Sampler, Samples
+from .exact import ExactSampler
+from .kernel import KernelSampler
+from .static import LogUniformSampler, UniformSampler, UnigramSampler
+
+__all__ = [
+    "DEFAULT_TAU",
+    "ExactSampler",
+    "KernelSampler",
+    "LogUniformSampler",
+    "Sampler",
+    "Samples",
+    "UniformSampler",
+    "UnigramSampler",
+    "make_sampler",
+]
+
+_FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    "rff": RandomFourier,
+    "orf": OrthogonalFourier,
+    "sorf": StructuredFourier,
+    "quadratic": Quadratic,
+    "maclaurin": RandomMaclaurin,
+    "positive": PositiveRandom,
+}
+_OTHERS: dict[str, type[Sampler]] = {
+    "uniform": UniformSampler,
+    "log_uniform": LogUniformSampler,
+    "unigram": UnigramSampler,
+    "exact": ExactSampler,
+}
+
+
+def make_sampler(
+    name: str,
+    *,
+    num_classes: int,
+    dim: int,
+    tau: float = DEFAULT_TAU,
+    counts: torch.Tensor | None = None,
+    **options: Any,
+) -> Sampler:
+    """The sampler `name`: uniform, log_uniform, unigram (needs counts), exact, or by the feature map of a KernelSampler
+    rff, orf, sorf, quadratic, maclaurin, positive.
+
+    `options` are the keyword arguments of the sampler's class and, for kernel samplers, of its feature map:
+    num_features (D; 1024 if not given), nu (min(tau, ln(D) / 2) if not given, which keeps the relative noise of an
+    estimate at a right angle below 1), alpha, beta, generator.
+    """
+    if name not in _FEATURE_MAPS and name not in _OTHERS:
+        raise ValueError(f"name: expected one of {', '.join([*_OTHERS, *_FEATURE_MAPS])}, got {name!r}")
+    given: dict[str, Any] = {"num_classes": num_classes, "dim": dim, "tau": tau, "counts": counts}
+    if name == "unigram" and (counts is None or len(counts) != num_classes):
+        found = "None" if counts is None else f"{len(counts)}"
+        raise ValueError(f"counts: expected {num_classes} class counts for unigram, got {found}")
+    if name in _OTHERS:
+        return _OTHERS[name](**_arguments(name, [_OTHERS[name]], given, options)[0])
+    if name != "quadratic":
+        given["num_features"] = options.pop("num_features", 1024)
+        given["nu"] = options.pop("nu", min(tau, math.log(given["num_features"]) / 2))
+    for_map, for_sampler = _arguments(name, [_FEATURE_MAPS[name], KernelSampler], given, options)
+    return KernelSampler(_FEATURE_MAPS[name](**for_map), **for_sampler)
+
+
+def _arguments(name: str, makers: list[type], given: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each maker takes of `given` and `options`; an option that none takes is an error."""
+    taken = [set(inspect.signature(maker).parameters) - {"feature_map"} for maker in makers]
+    known = set().union(*taken)
+    if unknown := sorted(set(options) - known):
+        allowed = ", ".join(sorted(known - {"num_classes", "dim", "tau", "counts"}))
+        raise TypeError(f"options of {name!r}: expected any of {allowed}, got {', '.join(unknown)}")
+    return [{key: value for key, value in {**given, **options}.items() if key in names} for names in taken]

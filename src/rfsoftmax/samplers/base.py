@@ -1,0 +1,182 @@
+"""What every sampler promises, and the checks and random numbers they share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+DEFAULT_TAU = 1 / 0.3**2
+
+
+class Samples(NamedTuple):
+    """Drawn classes `ids` (B, m), int64, and `log_q` (B, m), float32, the exact log probability of each draw."""
+
+    ids: Tensor
+    log_q: Tensor
+
+
+class Sampler(nn.Module, ABC):
+    """Draws negative classes; final classes fill in the four hooks `_rebuild`, `_update`, `_draw` and `_log_prob`.
+
+    The law that all of them keep: draws follow exp(log_q), exp(log_prob) over all classes sums to 1, and excluded
+    classes have probability 0. Embeddings may be stale or a distribution rough, but then `log_q` is that of the stale
+    or rough distribution, so that Z' = e^{o_t} + sum_i e^{o_i} / (m q_i) stays unbiased.
+
+    With `stratified` the m uniforms of a query are one from each of m equal strata, in an order that is uniformly
+    random by rotation: every sample by itself still follows q, and the variance of Z' falls.
+
+    `num_classes` is 0 until the first `rebuild` for samplers that learn it there.
+    """
+
+    def __init__(self, num_classes: int, stratified: bool) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.stratified = stratified
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Sampler":
+        # Half precision is for the model around: sums and tables keep theirs, for log_q to be exact.
+        def convert(t: Tensor) -> Tensor:
+            converted = fn(t)
+            return t.to(converted.device) if converted.dtype in (torch.float16, torch.bfloat16) else converted
+
+        super()._apply(convert, recurse)
+        return self
+
+    @torch.no_grad()
+    def rebuild(self, weight: Tensor) -> None:
+        """Start afresh from all class embeddings, weight (n, d)."""
+        _check_matrix("weight", weight)
+        if self.num_classes and weight.shape[0] != self.num_classes:
+            raise ValueError(f"weight: expected {self.num_classes} rows, one a class, got {weight.shape[0]}")
+        self._rebuild(weight)
+
+    @torch.no_grad()
+    def update(self, ids: Tensor, rows: Tensor) -> None:
+        """Take in that the embeddings of classes `ids` (k,), all different, are now `rows` (k, d)."""
+        self._require_classes()
+        _check_matrix("rows", rows, empty=True)
+        check_ids("ids", ids, self.num_classes)
+        if ids.dim() != 1 or len(ids) != len(rows):
+            raise ValueError(f"ids: expected shape ({len(rows)},), one for each of rows, got {tuple(ids.shape)}")
+        if len(ids.unique()) != len(ids):
+            raise ValueError("ids: expected each class once, got some twice")
+        if len(ids):
+            self._update(ids.long(), rows)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        hidden: Tensor,
+        num: int,
+        exclude: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        shared: bool = False,
+    ) -> Samples:
+        """Draw `num` classes for each row of hidden (B, d), with replacement, never one of `exclude`.
+
+        `exclude` is (B,) or (B, P), with -1 for none. With `shared` one set of shape (1, num) is drawn for the whole
+        batch, from one distribution that stands for the mixture of the rows' own; nothing can be excluded from it.
+        """
+        if num < 1:
+            raise ValueError(f"num: expected at least 1, got {num}")
+        excluded = self._check(hidden, exclude, shared)
+        rows = 1 if shared else len(hidden)
+        uniforms, places = sorted_uniforms(rows, num, self.stratified, generator, hidden.device)
+        ids, log_q = self._draw(hidden, excluded, uniforms, generator, shared)
+        return Samples(
+            torch.empty_like(ids).scatter_(1, places, ids),
+            torch.empty_like(log_q, dtype=torch.float32).scatter_(1, places, log_q.float()),
+        )
+
+    @torch.no_grad()
+    def log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor | None = None, shared: bool = False) -> Tensor:
+        """log q of classes ids (B,) or (B, P), or (1, P) if shared, in the same shape; -inf for excluded ones."""
+        excluded = self._check(hidden, exclude, shared)
+        check_ids("ids", ids, self.num_classes)
+        rows = 1 if shared else len(hidden)
+        if ids.dim() not in (1, 2) or len(ids) != rows:
+            raise ValueError(f"ids: expected shape ({rows},) or ({rows}, P), got {tuple(ids.shape)}")
+        log_q = self._log_prob(hidden, ids.long().reshape(rows, -1), excluded, shared)
+        return log_q.float().view(ids.shape)
+
+    @abstractmethod
+    def _rebuild(self, weight: Tensor) -> None: ...
+
+    @abstractmethod
+    def _update(self, ids: Tensor, rows: Tensor) -> None: ...
+
+    @abstractmethod
+    def _draw(
+        self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
+    ) -> tuple[Tensor, Tensor]:
+        """ids and log q, both (B, m), for sorted uniforms (B, m); exclude is (B, E), -1 for none, none twice."""
+
+    @abstractmethod
+    def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:
+        """log q (B, P) of ids (B, P)."""
+
+    def _require_classes(self) -> None:
+        if not self.num_classes:
+            raise RuntimeError(f"{type(self).__name__} knows no classes yet: call rebuild(weight) first")
+
+    def _check(self, hidden: Tensor, exclude: Tensor | None, shared: bool) -> Tensor:
+        self._require_classes()
+        _check_matrix("hidden", hidden)
+        if exclude is None:
+            return torch.empty(1 if shared else len(hidden), 0, dtype=torch.int64, device=hidden.device)
+        if shared:
+            raise ValueError("exclude: expected None with shared=True (mask accidental hits instead), got a tensor")
+        check_ids("exclude", exclude, self.num_classes, lowest=-1)
+        if exclude.dim() not in (1, 2) or len(exclude) != len(hidden):
+            shape = tuple(exclude.shape)
+            raise ValueError(f"exclude: expected shape ({len(hidden)},) or ({len(hidden)}, P), got {shape}")
+        excluded = once_each(exclude.long().reshape(len(hidden), -1))
+        if excluded.shape[1] >= self.num_classes and (excluded >= 0).sum(1).max() >= self.num_classes:
+            raise ValueError(f"exclude: expected at least one of {self.num_classes} classes left to draw, got none")
+        return excluded
+
+
+def sorted_uniforms(
+    rows: int, num: int, stratified: bool, generator: torch.Generator | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Ascending uniforms (rows, num), float64, and for each its place (rows, num) among the samples of its row."""
+    u = torch.rand(rows, num, dtype=torch.float64, generator=generator, device=device)
+    if not stratified:
+        return u.sort(dim=1)
+    places = torch.arange(num, device=device)
+    u = ((u + places) / num).clamp_(max=1 - 2.0**-53)
+    turn = torch.randint(num, (rows, 1), generator=generator, device=device)
+    return u, (places + turn) % num
+
+
+def once_each(ids: Tensor) -> Tensor:
+    """ids (B, P) with all but one of equal entries in a row set to -1."""
+    if ids.shape[1] < 2:
+        return ids
+    ids = ids.sort(dim=1).values
+    repeated = torch.zeros_like(ids, dtype=torch.bool)
+    repeated[:, 1:] = ids[:, 1:] == ids[:, :-1]
+    return ids.masked_fill(repeated, -1)
+
+
+def check_ids(name: str, ids: Tensor, num_classes: int, lowest: int = 0) -> None:
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: expected int64 class ids, got {ids.dtype}")
+    if ids.numel():
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low < lowest or high >= num_classes:
+            wrong = low if low < lowest else high
+            raise ValueError(f"{name}: expected class ids in [{lowest}, {num_classes}), got {wrong}")
+
+
+def _check_matrix(name: str, matrix: Tensor, empty: bool = False) -> None:
+    if not matrix.is_floating_point():
+        raise TypeError(f"{name}: expected a floating dtype, got {matrix.dtype}")
+    if matrix.dim() != 2 or not (empty or len(matrix)):
+        raise ValueError(f"{name}: expected shape (rows, dim) with at least one row, got {tuple(matrix.shape)}")
+    # One pass without a mask: a sum is finite unless a term is not (or all is near overflow: then look closely).
+    if not torch.isfinite(matrix.sum()) and not torch.isfinite(matrix).all():
+        row = int((~torch.isfinite(matrix).all(1)).nonzero()[0])
+        raise ValueError(f"{name}: expected finite values, got NaN or inf in row {row}")

@@ -1,0 +1,89 @@
+"""EXP of the paper: negatives from the softmax itself, at O(nd) a query."""
+
+import math
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from torch import Tensor
+
+from .base import DEFAULT_TAU, Sampler
+
+# Logits held at once, over all rows of the batch.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+@final
+class ExactSampler(Sampler):
+    """q_i proportional to exp(tau h.c_i), or exp(|tau h.c_i|) if `absolute`: the only q without gradient bias.
+
+    Streamed over classes: a first pass finds the mass of each chunk of classes, a second inverts the CDF inside the
+    chunks. So neither memory nor `torch.multinomial`'s limit of 2^24 bounds n. Shared draws follow the mean of the
+    rows' softmax distributions.
+    """
+
+    weight: Tensor
+
+    def __init__(self, *, tau: float = DEFAULT_TAU, absolute: bool = False, stratified: bool = True) -> None:
+        super().__init__(0, stratified)
+        self.tau = tau
+        self.absolute = absolute
+        self.register_buffer("weight", torch.empty(0), persistent=False)
+
+    def _rebuild(self, weight: Tensor) -> None:
+        self.num_classes = len(weight)
+        self.weight = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+
+    def _update(self, ids: Tensor, rows: Tensor) -> None:
+        self.weight[ids] = rows.to(self.weight.dtype)
+
+    def _chunks(self, hidden: Tensor, exclude: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(first class, logits (B, chunk)) over all classes, -inf where excluded."""
+        hidden = hidden.to(self.weight.dtype) * self.tau
+        size = max(1, _CHUNK_ELEMENTS // len(hidden))
+        for start in range(0, self.num_classes, size):
+            logits = hidden @ self.weight[start : start + size].T
+            if self.absolute:
+                logits.abs_()
+            inside = (exclude >= start) & (exclude < start + logits.shape[1])
+            row, column = inside.nonzero(as_tuple=True)
+            logits[row, exclude[row, column] - start] = -torch.inf
+            yield start, logits
+
+    def _log_probabilities(self, hidden: Tensor, exclude: Tensor, shared: bool) -> Iterator[tuple[int, Tensor]]:
+        """(first class, log q (B, chunk)), one row if shared: the chunks again, now normalised."""
+        exclude = exclude.expand(len(hidden), -1)
+        fits = len(hidden) * self.num_classes <= _CHUNK_ELEMENTS
+        chunks = list(self._chunks(hidden, exclude)) if fits else None
+        parts = [logits.logsumexp(1) for _, logits in chunks or self._chunks(hidden, exclude)]
+        log_z = torch.stack(parts).logsumexp(0).unsqueeze(1)
+        for start, logits in chunks or self._chunks(hidden, exclude):
+            log_q = logits.sub_(log_z)
+            yield start, log_q.logsumexp(0, keepdim=True) - math.log(len(hidden)) if shared else log_q
+
+    def _draw(
+        self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
+    ) -> tuple[Tensor, Tensor]:
+        ids = torch.zeros_like(uniforms, dtype=torch.int64)
+        log_q = torch.full_like(uniforms, -torch.inf)
+        before = uniforms.new_zeros(len(uniforms), 1)
+        for start, chunk in self._log_probabilities(hidden, exclude, shared):
+            cdf = chunk.exp().cumsum(1, dtype=torch.float64).add_(before)
+            end = cdf[:, -1:].contiguous()
+            # A uniform belongs to the last chunk with mass that starts at or below it, even if rounding ends it below.
+            inside = torch.minimum(uniforms, torch.nextafter(end, before))
+            place = torch.searchsorted(cdf, inside, right=True)
+            here = (uniforms >= before) & (end > before)
+            place = place.clamp_(max=chunk.shape[1] - 1)
+            ids = torch.where(here, place + start, ids)
+            log_q = torch.where(here, chunk.gather(1, place).double(), log_q)
+            before = end
+        return ids, log_q
+
+    def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:
+        log_q = torch.full(ids.shape, -torch.inf, dtype=torch.float64, device=ids.device)
+        for start, chunk in self._log_probabilities(hidden, exclude, shared):
+            inside = (ids >= start) & (ids < start + chunk.shape[1])
+            here = chunk.gather(1, (ids - start).clamp(0, chunk.shape[1] - 1)).double()
+            log_q = torch.where(inside, here, log_q)
+        return log_q

@@ -1,0 +1,214 @@
+"""Kernel samplers: a feature map, a tree over blocks of classes and a rule inside the blocks. RF-softmax is one."""
+
+import math
+from types import ModuleType
+from typing import Any, Literal, final, get_args
+
+import torch
+from torch import Tensor
+
+from .. import kernels, tree
+from ..features import FeatureMap, Quadratic
+from .base import DEFAULT_TAU, Sampler
+
+Leaf = Literal["exact", "kernel"]
+Backend = Literal["auto", "torch", "numba"]
+
+
+@final
+class KernelSampler(Sampler):
+    """q_i close to phi(h).psi(c_i), drawn in O(D log n) by a tree of sums of psi.
+
+    - `block_size` classes share a leaf of the tree. Inside the drawn block `leaf="exact"` draws from the softmax of
+      the loss, exp(tau h.c_i) (exp(|tau h.c_i|) if `absolute`), `leaf="kernel"` from the map's exact kernel.
+      `block_size=1` is the paper's algorithm to the letter: all of q comes from the features.
+    - `floor`: estimates can be negative. The mass of a node is at least `floor` times what the kernel would give its
+      classes at a right angle to the query, and q is that of the floored masses.
+    - `anchor`: queries share a mean direction h_bar, the running mean of the queries seen. Then o_i is
+      tau h_bar.c_i, which needs no approximation and becomes a class weight a_i = exp(tau h_bar.c_i), plus
+      tau (h - h_bar).c_i, which the features carry: psi(c_i) = a_i phi(c_i) / s(c_i), queried with phi(h - h_bar),
+      where s is exp(log_scale), for Fourier maps exp(-nu |c|^2 / 2). Then no vector need be of unit length.
+      At each rebuild the anchor moves to the running mean and the classes are put in the order of their weights, so
+      that a block holds classes of like weight; in between both stay, which makes q a little rougher, never wrong.
+    - `backend`: "numba" for CPU tensors and "torch" for any; "auto" takes numba where it can.
+
+    Shared draws follow the mixture of the batch's queries in the tree, phi_bar = mean_b phi(h_b) / Z_b, and the leaf
+    rule of the mean query inside a block.
+    """
+
+    anchor: Tensor
+    query_mean: Tensor
+    batches_seen: Tensor
+    order: Tensor
+    position: Tensor
+
+    def __init__(
+        self,
+        feature_map: FeatureMap,
+        block_size: int = 64,
+        leaf: Leaf = "exact",
+        anchor: bool = False,
+        *,
+        tau: float = DEFAULT_TAU,
+        absolute: bool = False,
+        floor: float = 0.1,
+        stratified: bool = True,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__(0, stratified)
+        if block_size < 1:
+            raise ValueError(f"block_size: expected at least 1, got {block_size}")
+        if not 0 < floor < math.inf:
+            raise ValueError(f"floor: expected a positive finite number, got {floor}")
+        if leaf not in get_args(Leaf):
+            raise ValueError(f"leaf: expected one of {get_args(Leaf)}, got {leaf!r}")
+        if backend not in get_args(Backend):
+            raise ValueError(f"backend: expected one of {get_args(Backend)}, got {backend!r}")
+        if anchor and isinstance(feature_map, Quadratic):
+            raise ValueError(
+                "anchor: expected False with Quadratic, whose kernel does not split at an anchor, got True"
+            )
+        self.feature_map = feature_map
+        self.leaf = leaf
+        self.anchored = anchor
+        self.tau = tau
+        self.absolute = absolute
+        self.floor = floor
+        self.backend = backend
+        self.tree = tree.Tree(block_size, self._leaf_rule())
+        self.log_shift = 0.0
+        self.keep_order = False
+        self.register_buffer("anchor", torch.zeros(feature_map.dim))
+        self.register_buffer("query_mean", torch.zeros(feature_map.dim))
+        self.register_buffer("batches_seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("order", torch.empty(0, dtype=torch.int64))
+        self.register_buffer("position", torch.empty(0, dtype=torch.int64), persistent=False)
+
+    def _rebuild(self, weight: Tensor) -> None:
+        self._check_dim("weight", weight)
+        rows = weight.to(self.anchor)
+        keep = self.keep_order and len(self.order) == len(rows)
+        if not keep:
+            self.anchor.copy_(self.query_mean)
+        log_weight = self.tau * (rows @ self.anchor)
+        self.log_shift = float(log_weight.max())
+        if not keep:
+            by_weight = log_weight.argsort(descending=True, stable=True)
+            self.order = by_weight if self.anchored else torch.arange(len(rows), device=rows.device)
+        self.keep_order = False
+        self.position = torch.empty_like(self.order).scatter_(
+            0, self.order, torch.arange(len(rows), device=rows.device)
+        )
+        rows = rows[self.order]
+        self.tree.build(rows, self._offsets(rows), self._class_features, self.feature_map.width)
+        self.num_classes = len(rows)
+
+    def _update(self, ids: Tensor, rows: Tensor) -> None:
+        self._check_dim("rows", rows)
+        step = max(1, tree.CHUNK_ELEMENTS // self.feature_map.width)
+        for some, new in zip(self.position[ids].split(step), rows.to(self.tree.rows).split(step), strict=True):
+            psi, weight = self._class_features(new)
+            old_psi, old_weight = self._class_features(self.tree.rows[some])
+            self._walk().update(self.tree, some, psi - old_psi, weight - old_weight)
+            self.tree.rows[some] = new
+            self.tree.offsets[some] = self._offsets(new)
+
+    def _draw(
+        self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
+    ) -> tuple[Tensor, Tensor]:
+        self._check_dim("hidden", hidden)
+        query = self._query(hidden, exclude, shared)
+        if self.anchored and self.training:
+            self._observe(hidden)
+        positions, log_q = self._walk().draw(self.tree, query, uniforms)
+        return self.order[positions], log_q
+
+    def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:
+        self._check_dim("hidden", hidden)
+        query = self._query(hidden, exclude, shared)
+        positions = self.position[ids]
+        if 2 * ids.shape[1] * self.tree.depth < 2 * self.tree.num_blocks:
+            return self._walk().log_prob(self.tree, query, positions)[1]
+        step = max(1, tree.CHUNK_ELEMENTS // 4 // max(self.num_classes, 2 * self.tree.num_blocks))
+        return torch.cat(
+            [
+                tree.dense_log_prob(self.tree, query.slice(i, i + step)).gather(1, positions[i : i + step])
+                for i in range(0, len(positions), step)
+            ]
+        )
+
+    def _walk(self) -> ModuleType:
+        """The module whose update, draw and log_prob to use."""
+        numba = self.backend == "numba" or (self.backend == "auto" and self.tree.sums.device.type == "cpu")
+        return kernels if numba else tree
+
+    def _leaf_rule(self) -> int:
+        if self.leaf == "exact":
+            return tree.LEAF_ABSOLUTE if self.absolute else tree.LEAF_LINEAR
+        return tree.LEAF_QUADRATIC if isinstance(self.feature_map, Quadratic) else tree.LEAF_LINEAR
+
+    def _class_features(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """psi (k, W) and class weights (k,), float64, of rows (k, d)."""
+        phi, log_scale = self.feature_map(rows), self.feature_map.log_scale(rows)
+        if not self.anchored:
+            return phi, log_scale.double().exp()
+        log_weight = self.tau * (rows @ self.anchor) - self.log_shift
+        return phi * (log_weight - log_scale).exp().unsqueeze(-1), log_weight.double().exp()
+
+    def _offsets(self, rows: Tensor) -> Tensor:
+        """What the leaf rule adds to a class's logit (k,): nothing, but for the scale that its own kernel gives it."""
+        if self.leaf == "exact" or self.anchored:
+            return rows.new_zeros(len(rows))
+        return self.feature_map.log_scale(rows)
+
+    def _leaf_query(self, hidden: Tensor, centred: Tensor) -> Tensor:
+        if self.leaf == "exact":
+            return self.tau * hidden
+        if isinstance(self.feature_map, Quadratic):
+            return math.sqrt(self.feature_map.alpha / self.feature_map.beta) * hidden
+        nu: float = self.feature_map.nu  # type: ignore[assignment]
+        return self.tau * (hidden - centred) + nu * centred
+
+    def _query(self, hidden: Tensor, exclude: Tensor, shared: bool) -> tree.Query:
+        hidden = hidden.to(self.tree.rows)
+        centred = hidden - self.anchor if self.anchored else hidden
+        floor = self.floor * self.feature_map.log_scale(centred).double().exp()
+        none = exclude.new_empty(len(hidden), 0)
+        query = tree.Query(
+            self.feature_map(centred),
+            floor,
+            self._leaf_query(hidden, centred),
+            none,
+            hidden[:, :0],
+            floor[:, None][:, :0],
+        )
+        if shared:
+            share = 1 / (len(hidden) * tree.total_mass(self.tree, query))
+            parts = (share.to(hidden) * query.features, share.squeeze(1) * floor, query.leaf / len(hidden))
+            phi, floor, leaf = (part.sum(0, keepdim=True) for part in parts)
+            return tree.Query(phi, floor, leaf, *(part[:1] for part in query[3:]))
+        if not exclude.shape[1]:
+            return query
+        positions = torch.where(exclude < 0, -1, self.position[exclude])
+        psi, weight = self._class_features(self.tree.rows[positions.flatten()])
+        mass = torch.einsum("bw,bew->be", query.features, psi.view(*positions.shape, -1))
+        return query._replace(excluded=positions, excluded_mass=mass, excluded_weight=weight.view_as(mass))
+
+    def _observe(self, hidden: Tensor) -> None:
+        """The running mean of queries: of all at first, of about the last hundred batches later."""
+        self.batches_seen += 1
+        rate = max(1 / int(self.batches_seen), 0.01)
+        self.query_mean.lerp_(hidden.to(self.query_mean).mean(0), rate)
+
+    def _check_dim(self, name: str, matrix: Tensor) -> None:
+        if matrix.shape[1] != self.feature_map.dim:
+            raise ValueError(f"{name}: expected shape (rows, {self.feature_map.dim}), got {tuple(matrix.shape)}")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Take the saved order at its own length. The tree is not saved: the next rebuild keeps order and anchor."""
+        saved = state_dict.get(prefix + "order")
+        if saved is not None:
+            self.order = torch.empty_like(saved, device=self.order.device)
+            self.keep_order = True
+            self.num_classes = 0
+        super()._load_from_state_dict(state_dict, prefix, *rest)
