@@ -220,6 +220,14 @@ def test_no_tensor_of_batch_times_classes_is_ever_made(form: dict[str, Any]) -> 
     assert largest.numel <= max(weight.numel(), 200 * 20) < 200 * 3000
 
 
+def test_a_frozen_weight_has_no_gradient_made_for_it() -> None:
+    hidden, weight = embeddings(20, 3000, dim=3)
+    hidden.requires_grad_()
+    with LargestTensor() as largest:
+        full_softmax_loss(hidden, weight, targets(20, 3000), chunk_size=40).backward()
+    assert largest.numel <= 20 * 40 < weight.numel()
+
+
 def test_a_single_query_does_not_copy_the_whole_normalised_weight() -> None:
     hidden, weight = torch.ones(1, 64), torch.ones(2**16 + 10, 64)
     assert [x.shape[1] for _, x in logit_chunks(hidden, weight, normalize=True)] == [2**16, 10]
@@ -478,13 +486,13 @@ def test_many_labels_cost_what_a_loop_over_them_costs(labels: str, reduction: st
     torch.testing.assert_close(value_and_grads(ours, hidden, weight), value_and_grads(loop, hidden, weight))
 
 
-def test_one_label_a_row_costs_the_same_as_a_plain_target() -> None:
+@pytest.mark.parametrize("labels", ["pick_all", "pick_one"])
+def test_one_label_a_row_costs_the_same_as_a_plain_target(labels: str) -> None:
     hidden, weight = embeddings(4, 9)
     target = targets(4, 9)
-    for labels in ("pick_all", "pick_one"):
-        torch.testing.assert_close(
-            full_softmax_loss(hidden, weight, target[:, None], labels=labels), full_softmax_loss(hidden, weight, target)
-        )
+    for column in (target[:, None], target[:, None].int()):
+        loss = full_softmax_loss(hidden, weight, column, labels=labels)
+        torch.testing.assert_close(loss, full_softmax_loss(hidden, weight, target))
 
 
 def test_no_labels_at_all_have_a_mean_of_nan_and_a_sum_of_zero() -> None:

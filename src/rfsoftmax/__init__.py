@@ -9,6 +9,8 @@ from .features import (
     RandomMaclaurin,
     StructuredFourier,
 )
+from .head import SoftmaxHead
+from .losses import full_softmax_loss, nce_loss, sampled_softmax_loss
 from .samplers import (
     ExactSampler,
     KernelSampler,
@@ -32,8 +34,12 @@ __all__ = [
     "RandomMaclaurin",
     "Sampler",
     "Samples",
+    "SoftmaxHead",
     "StructuredFourier",
     "UniformSampler",
     "UnigramSampler",
+    "full_softmax_loss",
     "make_sampler",
+    "nce_loss",
+    "sampled_softmax_loss",
 ]

@@ -40,7 +40,7 @@ class FeatureMap(nn.Module, ABC):
         """The exact kernel: (..., dim) and (..., dim) to (...), leading dimensions broadcast.
 
         It is made from x.y and not from x - y, so (B, 1, dim) against (n, dim) is one matrix product with no
-        (B, n, dim) tensor; its relative rounding error is about nu |x| |y| times the dtype's.
+        (B, n, dim) tensor; rounding then costs a relative error of about nu (|x| + |y|)^2 eps.
         """
         x, y = self._checked("x", x), self._checked("y", y)
         with torch.autocast(x.device.type, enabled=False):
@@ -100,7 +100,7 @@ class RandomFourier(_GaussianMap):
     """phi(x) = [cos(W x), sin(W x)] / sqrt(D), the rows of W independent N(0, nu I). Unbiased.
 
     Rahimi and Recht (2007), and the map of the RF-softmax paper, whose eq. (rff-map) misprints N(0, I / nu).
-    Cosine-sine pairs rather than random phases: less variance, and phi(x).phi(x) = 1 exactly.
+    Cosine-sine pairs rather than random phases: less variance (Sutherland and Schneider 2015), phi(x).phi(x) = 1.
     `frequencies` is W, (D, dim); in plain PyTorch: a = x @ W.T; cat([a.cos(), a.sin()], -1) / sqrt(D).
     """
 

@@ -98,7 +98,7 @@ def full_softmax_loss(
     # One cast for both terms, whose gradients then meet before they are rounded back.
     queries = tau * hidden.to(_working_dtype(hidden, weight))
     # The target first: backward then adds its few rows in place to the dense gradient of the log-sum-exp.
-    target_logit = _target_logits(queries, weight, target, normalize, absolute)
+    target_logit = gathered_logits(queries, weight, target.clamp(min=0), normalize=normalize, absolute=absolute)
     log_rest = streamed_logsumexp(
         queries, weight, exclude=target, normalize=normalize, absolute=absolute, chunk_size=chunk_size
     )
@@ -153,6 +153,39 @@ def logit_chunks(
     queries = tau * hidden.to(_working_dtype(hidden, weight))
     chunks = _class_chunks(weight, chunk_size or _default_chunk_size(hidden))
     return ((start, _logits(queries, rows, normalize, absolute)) for start, rows in chunks)
+
+
+def gathered_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    tau: float = 1.0,
+    normalize: bool = False,
+    absolute: bool = False,
+    sparse: bool = True,
+) -> Tensor:
+    """Logits (B, P) of each row's own classes, ids (B, P); `sparse` as in F.embedding. See `streamed_logsumexp`."""
+    queries = tau * hidden.to(_working_dtype(hidden, weight))
+    vectors = _class_vectors(F.embedding(ids, weight, sparse=sparse), queries.dtype, normalize)
+    with _no_autocast(queries):
+        dots = (vectors @ queries[:, :, None])[:, :, 0]
+    return dots.abs() if absolute else dots
+
+
+def shared_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    tau: float = 1.0,
+    normalize: bool = False,
+    absolute: bool = False,
+    sparse: bool = True,
+) -> Tensor:
+    """Logits (B, m) of the same classes for all rows, ids (m,), by one matrix product; else as `gathered_logits`."""
+    queries = tau * hidden.to(_working_dtype(hidden, weight))
+    return _logits(queries, F.embedding(ids, weight, sparse=sparse), normalize, absolute)
 
 
 def reduce_labels(losses: Tensor, mask: Tensor, how: str) -> Tensor:
@@ -252,12 +285,6 @@ def _adjusted_logits(target_logit: Tensor, negative_logits: Tensor, log_q: Tenso
     adjusted = _at_least_float32(negative_logits) - log_q - math.log(shape[1])
     # A masked negative stays masked even where its own log_q is -inf.
     return adjusted.masked_fill(negative_logits == -torch.inf, -torch.inf)
-
-
-def _target_logits(queries: Tensor, weight: Tensor, target: Tensor, normalize: bool, absolute: bool) -> Tensor:
-    rows = F.embedding(target.clamp(min=0), weight, sparse=True)
-    dots = (queries[:, None] * _class_vectors(rows, queries.dtype, normalize)).sum(dim=-1)
-    return dots.abs() if absolute else dots
 
 
 def _logits(queries: Tensor, rows: Tensor, normalize: bool, absolute: bool) -> Tensor:

@@ -47,7 +47,7 @@ class Sampler(nn.Module, ABC):
     @torch.no_grad()
     def rebuild(self, weight: Tensor) -> None:
         """Start afresh from all class embeddings, weight (n, d)."""
-        _check_matrix("weight", weight)
+        check_matrix("weight", weight)
         if self.num_classes and weight.shape[0] != self.num_classes:
             raise ValueError(f"weight: expected {self.num_classes} rows, one a class, got {weight.shape[0]}")
         self._rebuild(weight)
@@ -56,7 +56,7 @@ class Sampler(nn.Module, ABC):
     def update(self, ids: Tensor, rows: Tensor) -> None:
         """Take in that the embeddings of classes `ids` (k,), all different, are now `rows` (k, d)."""
         self._require_classes()
-        _check_matrix("rows", rows, empty=True)
+        check_matrix("rows", rows, empty=True)
         check_ids("ids", ids, self.num_classes)
         if ids.dim() != 1 or len(ids) != len(rows):
             raise ValueError(f"ids: expected shape ({len(rows)},), one for each of rows, got {tuple(ids.shape)}")
@@ -123,7 +123,7 @@ class Sampler(nn.Module, ABC):
 
     def _check(self, hidden: Tensor, exclude: Tensor | None, shared: bool) -> Tensor:
         self._require_classes()
-        _check_matrix("hidden", hidden)
+        check_matrix("hidden", hidden)
         if exclude is None:
             return torch.empty(1 if shared else len(hidden), 0, dtype=torch.int64, device=hidden.device)
         if shared:
@@ -171,7 +171,7 @@ def check_ids(name: str, ids: Tensor, num_classes: int, lowest: int = 0) -> None
             raise ValueError(f"{name}: expected class ids in [{lowest}, {num_classes}), got {wrong}")
 
 
-def _check_matrix(name: str, matrix: Tensor, empty: bool = False) -> None:
+def check_matrix(name: str, matrix: Tensor, empty: bool = False) -> None:
     if not matrix.is_floating_point():
         raise TypeError(f"{name}: expected a floating dtype, got {matrix.dtype}")
     if matrix.dim() != 2 or not (empty or len(matrix)):

@@ -1,0 +1,245 @@
+"""SoftmaxHead: class embeddings, a sampler and a loss in place of `nn.Linear` and `nn.CrossEntropyLoss`."""
+
+import math
+from typing import Any, Literal, final, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from . import losses
+from .samplers import DEFAULT_TAU, Sampler, make_sampler
+from .samplers.base import check_ids, check_matrix
+from .targets import Target, as_labels
+
+Negatives = Literal["per_example", "shared"]
+Loss = Literal["softmax", "absolute", "nce"]
+
+
+@final
+class SoftmaxHead(nn.Module):
+    """The loss of classifying `hidden` among n classes, o_i = tau h.c_i, by sampled softmax at a cost free of n.
+
+    In train() the loss is -o_t + log Z' over m sampled negatives, in eval() the exact -o_t + log Z, streamed over the
+    classes. In plain PyTorch, up to the sampling:
+
+        F.cross_entropy(tau * F.normalize(hidden) @ F.normalize(weight).T, target)
+
+    - `sampler`: a `Sampler`, or a name for `make_sampler`.
+    - `normalize` gives h and c_i unit length, as the paper does. tau is then the inverse temperature.
+    - `negatives`: "per_example" draws m for each row; "shared" one set of m for the whole batch, which makes the logits
+      one matrix product, with the row's own positives masked.
+    - `loss`: "softmax", "absolute" (logits |o_i|, for the quadratic kernel) or "nce" (noise-contrastive estimation).
+    - `labels`: for multi-label targets, "pick_all" sums the losses of a row's positives, "pick_one" trains on one
+      drawn at random. All positives are kept out of the negatives.
+    - `sparse`: the gradient of `weight` holds only the rows touched; take SparseAdam, SGD or Adagrad.
+
+    The sampler follows the weight without a hook in the optimizer. A forward touches rows (targets and negatives) and
+    only they get a gradient; before a later draw, once the weight has changed, the sampler is given those rows anew.
+    `update_every` forwards are collected first. Every `rebuild_every` forwards (by default n / 100, at least 1,000) it
+    is built afresh, which also takes in rows that moved without being touched: by momentum, weight decay, ties to other
+    layers or an assignment. Call `rebuild()` to have it at once. A sampler that lags behind is rougher, never wrong.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_classes: int,
+        sampler: Sampler | str = "rff",
+        num_negatives: int | None = None,
+        tau: float = DEFAULT_TAU,
+        *,
+        normalize: bool = True,
+        negatives: Negatives = "per_example",
+        sparse: bool = True,
+        loss: Loss = "softmax",
+        labels: Literal["pick_all", "pick_one"] = "pick_all",
+        ignore_index: int = -100,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        update_every: int = 1,
+        rebuild_every: int | None = None,
+    ) -> None:
+        super().__init__()
+        if num_classes < 2:
+            raise ValueError(f"num_classes: expected at least 2, got {num_classes}")
+        if num_negatives is None:
+            num_negatives = min(100, num_classes - 1)
+        if not 1 <= num_negatives < num_classes:
+            need = f"1 to {num_classes - 1}, fewer than the classes (else use the full softmax)"
+            raise ValueError(f"num_negatives: expected {need}, got {num_negatives}")
+        if not 0 < tau < math.inf:
+            raise ValueError(f"tau: expected a positive finite number, got {tau}")
+        _check_choice("negatives", negatives, Negatives)
+        _check_choice("loss", loss, Loss)
+        if update_every < 1:
+            raise ValueError(f"update_every: expected at least 1, got {update_every}")
+        if rebuild_every is not None and rebuild_every < 1:
+            raise ValueError(f"rebuild_every: expected at least 1, got {rebuild_every}")
+        self.dim = dim
+        self.num_classes = num_classes
+        self.num_negatives = num_negatives
+        self.tau = tau
+        self.normalize = normalize
+        self.negatives = negatives
+        self.sparse = sparse
+        self.loss = loss
+        self.labels = labels
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.update_every = update_every
+        self.rebuild_every = rebuild_every or max(1000, num_classes // 100)
+        self.weight = nn.Parameter(torch.randn(num_classes, dim) / math.sqrt(dim))
+        if isinstance(sampler, str):
+            sampler = make_sampler(sampler, num_classes=num_classes, dim=dim, tau=tau)
+        if sampler.num_classes not in (0, num_classes):
+            raise ValueError(f"sampler: expected one for {num_classes} classes, got one for {sampler.num_classes}")
+        self.sampler = sampler
+        # The sampler's view of the weight: rows touched since it last looked, and the weight's version then.
+        self._touched: list[Tensor] = []
+        self._version = -1
+        self._forwards = 0
+        self._stale = True
+
+    def forward(self, hidden: Tensor, target: Target, *, generator: Generator | None = None) -> Tensor:
+        """The loss of hidden (..., d) and target: classes (...), padded (B, P), or a pair (indices, offsets).
+
+        Reduced as in `F.cross_entropy`; "none" gives a loss of shape (...). Rows whose target is `ignore_index`, or has
+        no label, count for nothing.
+        """
+        batch_shape = hidden.shape[:-1]
+        queries = self._queries(hidden)
+        labels = as_labels(target, batch_shape, self.num_classes, self.ignore_index)
+        kept = (labels >= 0).any(1)
+        if not bool(kept.all()):
+            queries, labels = queries[kept], labels[kept]
+        if not len(labels):
+            loss = queries.sum(1)
+        elif self.training:
+            loss = self._sampled_loss(queries, labels, generator)
+        else:
+            loss = losses.full_softmax_loss(
+                queries, self.weight, labels, labels=self.labels, reduction="none", **self._logit_kind
+            )
+        if self.reduction == "none":
+            return loss.new_zeros(len(kept)).masked_scatter(kept, loss).view(batch_shape)
+        return losses.reduce(loss, self.reduction)
+
+    def log_prob(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Exact log p of classes ids (..., ) or (..., P) given hidden (..., d), in the shape of ids."""
+        queries = self._queries(hidden)
+        check_ids("ids", ids, self.num_classes)
+        if ids.shape[: hidden.dim() - 1] != hidden.shape[:-1] or ids.dim() > hidden.dim():
+            need = f"{tuple(hidden.shape[:-1])} or with one more dimension"
+            raise ValueError(f"ids: expected shape {need}, got {tuple(ids.shape)}")
+        logits = losses.gathered_logits(queries, self.weight, ids.reshape(len(queries), -1), **self._logit_kind)
+        log_z = losses.streamed_logsumexp(queries, self.weight, **self._logit_kind)
+        return (logits - log_z.unsqueeze(1)).view(ids.shape)
+
+    @torch.no_grad()
+    def topk(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest logits and their classes, both (..., k), of hidden (..., d), streamed over the classes."""
+        if not 1 <= k <= self.num_classes:
+            raise ValueError(f"k: expected 1 to {self.num_classes}, got {k}")
+        queries = self._queries(hidden)
+        scores, ids = (
+            queries.new_empty(len(queries), 0),
+            torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device),
+        )
+        for start, logits in losses.logit_chunks(queries, self.weight, **self._logit_kind):
+            some, places = logits.topk(min(k, logits.shape[1]), dim=1)
+            scores, ids = torch.cat([scores, some], 1), torch.cat([ids, places + start], 1)
+            scores, best = scores.topk(min(k, scores.shape[1]), dim=1)
+            ids = ids.gather(1, best)
+        return scores.view(*hidden.shape[:-1], k), ids.view(*hidden.shape[:-1], k)
+
+    def rebuild(self) -> None:
+        """Build the sampler from the weight as it is now."""
+        with torch.no_grad():
+            weight = self.weight.detach()
+            self.sampler.rebuild(F.normalize(weight, dim=1) if self.normalize else weight)
+        self._forwards = 0
+        self._forget_touched()
+        self._stale = False
+
+    def extra_repr(self) -> str:
+        mode = f"num_negatives={self.num_negatives}, negatives={self.negatives!r}, loss={self.loss!r}"
+        return f"dim={self.dim}, num_classes={self.num_classes}, tau={self.tau:g}, normalize={self.normalize}, {mode}"
+
+    @property
+    def _logit_kind(self) -> dict[str, Any]:
+        return {"tau": self.tau, "normalize": self.normalize, "absolute": self.loss == "absolute"}
+
+    def _queries(self, hidden: Tensor) -> Tensor:
+        """hidden as (N, d), checked, in float32 or better, of unit length if so asked."""
+        if hidden.dim() < 1 or hidden.shape[-1] != self.dim:
+            raise ValueError(f"hidden: expected shape (..., {self.dim}), got {tuple(hidden.shape)}")
+        rows = hidden.reshape(-1, self.dim)
+        check_matrix("hidden", rows)
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        return F.normalize(rows, dim=1) if self.normalize else rows
+
+    def _sampled_loss(self, queries: Tensor, labels: Tensor, generator: Generator | None) -> Tensor:
+        """(N,) losses over sampled negatives, for labels (N, P) with at least one in each row."""
+        self._freshen()
+        targets = labels if self.labels == "pick_all" else _pick_one(labels, generator)
+        if self.loss == "nce" and targets.shape[1] > 1:
+            raise ValueError("target: expected one class a row with loss='nce' and labels='pick_all', got several")
+        kind = {**self._logit_kind, "sparse": self.sparse}
+        samples = self._draw(queries, labels, generator)
+        self._touch(samples.ids, labels)
+        target_logits = losses.gathered_logits(queries, self.weight, targets.clamp(min=0), **kind)
+        if self.negatives == "shared":
+            negative_logits = losses.shared_logits(queries, self.weight, samples.ids[0], **kind)
+            if self.loss != "nce":
+                hits = (labels.unsqueeze(-1) == samples.ids).any(1)
+                negative_logits = negative_logits.masked_fill(hits, -torch.inf)
+        else:
+            negative_logits = losses.gathered_logits(queries, self.weight, samples.ids, **kind)
+        if self.loss == "nce":
+            shared = self.negatives == "shared"
+            ids = targets.T if shared else targets
+            target_log_q = self.sampler.log_prob(queries.detach(), ids, shared=shared).view(-1)
+            return losses.nce_loss(target_logits[:, 0], negative_logits, target_log_q, samples.log_q, reduction="none")
+        loss = losses.sampled_softmax_loss(target_logits, negative_logits, samples.log_q, reduction="none")
+        return losses.reduce_labels(loss, targets >= 0, "pick_all")
+
+    def _draw(self, queries: Tensor, labels: Tensor, generator: Generator | None) -> Any:
+        queries = queries.detach()
+        if self.negatives == "shared":
+            return self.sampler.sample(queries, self.num_negatives, generator=generator, shared=True)
+        # The noise of NCE may be the target too: its odds are against q over all classes.
+        exclude = None if self.loss == "nce" else labels
+        return self.sampler.sample(queries, self.num_negatives, exclude=exclude, generator=generator)
+
+    def _freshen(self) -> None:
+        """Let the sampler see the rows that changed since its last look."""
+        if self._stale or self._forwards >= self.rebuild_every:
+            self.rebuild()
+        elif len(self._touched) >= self.update_every and self.weight._version != self._version:
+            ids = torch.cat(self._touched).unique()
+            rows = self.weight.detach()[ids]
+            self.sampler.update(ids, F.normalize(rows, dim=1) if self.normalize else rows)
+            self._forget_touched()
+
+    def _forget_touched(self) -> None:
+        self._touched.clear()
+        self._version = self.weight._version
+
+    def _touch(self, ids: Tensor, labels: Tensor) -> None:
+        self._forwards += 1
+        if self.weight.requires_grad and torch.is_grad_enabled():
+            self._touched.append(torch.cat([ids.flatten(), labels[labels >= 0]]))
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._stale = True
+
+
+def _pick_one(labels: Tensor, generator: Generator | None) -> Tensor:
+    """One of the labels of each row, (N, 1), all equally likely."""
+    return labels.gather(1, torch.multinomial((labels >= 0).float(), 1, generator=generator))
+
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name}: expected one of {get_args(choices)}, got {value!r}")
