@@ -12,6 +12,7 @@ from .features import (
 from .head import SoftmaxHead
 from .losses import full_softmax_loss, nce_loss, sampled_softmax_loss
 from .samplers import (
+    DEFAULT_TAU,
     ExactSampler,
     KernelSampler,
     LogUniformSampler,
@@ -23,6 +24,7 @@ from .samplers import (
 )
 
 __all__ = [
+    "DEFAULT_TAU",
     "ExactSampler",
     "FeatureMap",
     "KernelSampler",

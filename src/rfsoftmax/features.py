@@ -250,7 +250,7 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _cos_sin(angles: Tensor) -> Tensor:
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) / math.sqrt(angles.shape[-1])
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(angles.shape[-1] ** -0.5)
 
 
 def _padded_with_ones(x: Tensor, size: int) -> Tensor:

@@ -1,19 +1,32 @@
 """SoftmaxHead: class embeddings, a sampler and a loss in place of `nn.Linear` and `nn.CrossEntropyLoss`."""
 
 import math
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from . import losses
-from .samplers import DEFAULT_TAU, Sampler, make_sampler
+from .samplers import DEFAULT_TAU, KernelSampler, Sampler, make_sampler
 from .samplers.base import check_ids, check_matrix
 from .targets import Target, as_labels
 
 Negatives = Literal["per_example", "shared"]
 Loss = Literal["softmax", "absolute", "nce"]
+Labels = Literal["pick_all", "pick_one"]
+Reduction = Literal["mean", "sum", "none"]
+
+# Rows that a visit keeps to see whether the weight has moved.
+_NUM_WITNESSES = 64
+
+
+class _Visit(NamedTuple):
+    """The rows that a forward touched, and some of its targets' rows as they were then."""
+
+    ids: Tensor
+    witnesses: Tensor
+    before: Tensor
 
 
 @final
@@ -53,13 +66,15 @@ class SoftmaxHead(nn.Module):
         negatives: Negatives = "per_example",
         sparse: bool = True,
         loss: Loss = "softmax",
-        labels: Literal["pick_all", "pick_one"] = "pick_all",
+        labels: Labels = "pick_all",
         ignore_index: int = -100,
-        reduction: Literal["mean", "sum", "none"] = "mean",
+        reduction: Reduction = "mean",
         update_every: int = 1,
         rebuild_every: int | None = None,
     ) -> None:
         super().__init__()
+        if dim < 1:
+            raise ValueError(f"dim: expected at least 1, got {dim}")
         if num_classes < 2:
             raise ValueError(f"num_classes: expected at least 2, got {num_classes}")
         if num_negatives is None:
@@ -71,6 +86,8 @@ class SoftmaxHead(nn.Module):
             raise ValueError(f"tau: expected a positive finite number, got {tau}")
         _check_choice("negatives", negatives, Negatives)
         _check_choice("loss", loss, Loss)
+        _check_choice("labels", labels, Labels)
+        _check_choice("reduction", reduction, Reduction)
         if update_every < 1:
             raise ValueError(f"update_every: expected at least 1, got {update_every}")
         if rebuild_every is not None and rebuild_every < 1:
@@ -93,10 +110,11 @@ class SoftmaxHead(nn.Module):
             sampler = make_sampler(sampler, num_classes=num_classes, dim=dim, tau=tau)
         if sampler.num_classes not in (0, num_classes):
             raise ValueError(f"sampler: expected one for {num_classes} classes, got one for {sampler.num_classes}")
+        if isinstance(sampler, KernelSampler) and sampler.feature_map.dim != dim:
+            raise ValueError(f"sampler: expected a feature map of dim {dim}, got one of dim {sampler.feature_map.dim}")
         self.sampler = sampler
-        # The sampler's view of the weight: rows touched since it last looked, and the weight's version then.
-        self._touched: list[Tensor] = []
-        self._version = -1
+        # What the sampler has not seen yet: forwards whose rows may have moved since.
+        self._visits: list[_Visit] = []
         self._forwards = 0
         self._stale = True
 
@@ -113,7 +131,8 @@ class SoftmaxHead(nn.Module):
         if not bool(kept.all()):
             queries, labels = queries[kept], labels[kept]
         if not len(labels):
-            loss = queries.sum(1)
+            # No row, but a graph to go backward through.
+            loss = losses.gathered_logits(queries, self.weight, labels, sparse=self.sparse).sum(1)
         elif self.training:
             loss = self._sampled_loss(queries, labels, generator)
         else:
@@ -154,11 +173,12 @@ class SoftmaxHead(nn.Module):
 
     def rebuild(self) -> None:
         """Build the sampler from the weight as it is now."""
-        with torch.no_grad():
-            weight = self.weight.detach()
-            self.sampler.rebuild(F.normalize(weight, dim=1) if self.normalize else weight)
+        # The sampler's state outlives this call: tensors made in inference mode could not be updated outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.sampler.rebuild(F.normalize(self.weight, dim=1) if self.normalize else self.weight.detach())
         self._forwards = 0
-        self._forget_touched()
+        # What still waits for its step will need an update after it; no older than a round, lest they pile up.
+        self._visits = self._visits[self._num_moved() :][-self.rebuild_every :]
         self._stale = False
 
     def extra_repr(self) -> str:
@@ -207,37 +227,70 @@ class SoftmaxHead(nn.Module):
         queries = queries.detach()
         if self.negatives == "shared":
             return self.sampler.sample(queries, self.num_negatives, generator=generator, shared=True)
-        # The noise of NCE may be the target too: its odds are against q over all classes.
-        exclude = None if self.loss == "nce" else labels
-        return self.sampler.sample(queries, self.num_negatives, exclude=exclude, generator=generator)
+        if self.loss == "nce":
+            # The noise of NCE may be the target too: its odds are against q over all classes.
+            return self.sampler.sample(queries, self.num_negatives, generator=generator)
+        if labels.shape[1] >= self.num_classes and bool(((labels >= 0).sum(1) >= self.num_classes).any()):
+            raise ValueError(f"target: expected a class left for a negative in each row, got all {self.num_classes}")
+        return self.sampler.sample(queries, self.num_negatives, exclude=labels, generator=generator)
 
     def _freshen(self) -> None:
         """Let the sampler see the rows that changed since its last look."""
-        if self._stale or self._forwards >= self.rebuild_every:
+        if self._stale or self._forwards >= self.rebuild_every or not self.sampler.num_classes:
             self.rebuild()
-        elif len(self._touched) >= self.update_every and self.weight._version != self._version:
-            ids = torch.cat(self._touched).unique()
-            rows = self.weight.detach()[ids]
-            self.sampler.update(ids, F.normalize(rows, dim=1) if self.normalize else rows)
-            self._forget_touched()
+        elif len(self._visits) >= self.update_every and (num_moved := self._num_moved()):
+            with torch.inference_mode(False), torch.no_grad():
+                ids = torch.cat([visit.ids.to(self.weight.device) for visit in self._visits[:num_moved]]).unique()
+                rows = self.weight[ids]
+                _check_rows(rows, ids)
+                self.sampler.update(ids, F.normalize(rows, dim=1) if self.normalize else rows)
+            del self._visits[:num_moved]
 
-    def _forget_touched(self) -> None:
-        self._touched.clear()
-        self._version = self.weight._version
+    def _num_moved(self) -> int:
+        """How many visits, from the first on, have had an optimizer's step after them.
+
+        Seen by the values: fused optimizers and those that write to `.data` leave the weight's version as it is. A
+        visit that still waits for its step, as in gradient accumulation, is not to be forgotten.
+        """
+        weight = self.weight.detach()
+        for num, (_, witnesses, before) in reversed(list(enumerate(self._visits, 1))):
+            if not torch.equal(weight[witnesses.to(weight.device)], before.to(weight)):
+                return num
+        return 0
 
     def _touch(self, ids: Tensor, labels: Tensor) -> None:
         self._forwards += 1
         if self.weight.requires_grad and torch.is_grad_enabled():
-            self._touched.append(torch.cat([ids.flatten(), labels[labels >= 0]]))
+            positives = labels[labels >= 0]
+            witnesses = positives[:_NUM_WITNESSES]
+            visit = _Visit(torch.cat([ids.flatten(), positives]), witnesses, self.weight.detach()[witnesses])
+            self._visits.append(visit)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._stale = True
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """As torch does; but with a tensor of another shape, which torch will report, all others stay as they are."""
+        own = {name: value for name, value in self.state_dict(prefix=prefix).items() if name in state_dict}
+        misfit = next((name for name, value in own.items() if not _fits(value, state_dict[name])), None)
+        if misfit is not None:
+            state_dict.update({name: value for name, value in own.items() if name != misfit})
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._stale = self._stale or misfit is None
 
 
 def _pick_one(labels: Tensor, generator: Generator | None) -> Tensor:
     """One of the labels of each row, (N, 1), all equally likely."""
     return labels.gather(1, torch.multinomial((labels >= 0).float(), 1, generator=generator))
+
+
+def _fits(own: Any, saved: Any) -> bool:
+    """Whether torch will load it. Tensors that a sampler makes at its first rebuild are empty before and fit any."""
+    if not isinstance(own, Tensor) or not isinstance(saved, Tensor):
+        return True
+    return own.shape == saved.shape or not own.numel() or not saved.numel()
+
+
+def _check_rows(rows: Tensor, ids: Tensor) -> None:
+    if not torch.isfinite(rows.sum()) and bool((bad := ~torch.isfinite(rows).all(1)).any()):
+        raise ValueError(f"weight: expected finite values, got NaN or inf in row {int(ids[bad][0])}")
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:

@@ -1,4 +1,4 @@
-"""`update`, `draw` and `log_prob` of `tree.py` for CPU tensors, compiled by numba: same signatures, same results.
+"""`add`, `renew`, `draw` and `log_prob` of `tree.py` for CPU tensors, compiled by numba: same signatures, same results.
 
 A kernel scores a node once per query, however many samples pass through it: the samples of one query that go left are
 a prefix of its sorted uniforms, so the walk carries ranges of samples instead of samples. Kernels own no random state
@@ -26,11 +26,15 @@ _compile = functools.partial(njit, cache=True, nogil=True, fastmath={"reassoc", 
 _MIN_WORK_PER_THREAD = 200_000
 
 
-def update(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
-    order = torch.argsort(positions)
-    leaves = tree.leaf_of(positions)[order].numpy()
-    parts = (tree.sums.numpy(), tree.weights.numpy(), leaves, order.numpy(), psi.numpy(), weight.numpy())
-    _spread(lambda a, b: _update(*parts, a, b), psi.shape[1], len(leaves) * tree.depth)
+def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
+    leaves = tree.leaf_of(positions).numpy()
+    _add(tree.sums.numpy(), tree.weights.numpy(), leaves, psi.contiguous().numpy(), weight.numpy())
+
+
+def renew(tree: Tree, positions: Tensor) -> None:
+    leaves = tree.leaf_of(positions).unique().numpy()
+    sums, weights = tree.sums.numpy(), tree.weights.numpy()
+    _spread(lambda a, b: _renew(sums, weights, leaves, a, b), sums.shape[1], len(leaves) * tree.depth)
 
 
 def draw(tree: Tree, query: Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,25 +97,19 @@ def _level(node: int) -> int:
 
 
 @_compile
-def _update(
-    sums: np.ndarray,
-    weights: np.ndarray,
-    leaves: np.ndarray,
-    order: np.ndarray,
-    psi: np.ndarray,
-    weight: np.ndarray,
-    start: int,
-    stop: int,
-) -> None:
-    """Columns start..stop: add psi[order[i]] to leaves[i], ascending, then renew their paths level by level."""
+def _add(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, psi: np.ndarray, weight: np.ndarray) -> None:
+    for i in range(leaves.shape[0]):
+        target, source = sums[leaves[i]], psi[i]
+        for j in range(target.shape[0]):
+            target[j] += source[j]
+        weights[leaves[i]] += weight[i]
+
+
+@_compile
+def _renew(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, start: int, stop: int) -> None:
+    """Columns start..stop of all nodes above leaves, ascending; the thread with the first column does the weights."""
     blocks, count = sums.shape[0] // 2, leaves.shape[0]
     nodes = leaves.copy()
-    for i in range(count):
-        target, source = sums[leaves[i]], psi[order[i]]
-        for j in range(start, stop):
-            target[j] += source[j]
-        if start == 0:
-            weights[leaves[i]] += weight[order[i]]
     for level in range(_level(2 * blocks - 1) - 1, -1, -1):
         # Leaves lie on two levels. Nodes below this one step up; changed leaves on it come after those parents.
         kept = 0

@@ -15,34 +15,43 @@ def as_labels(target: Target, batch_shape: torch.Size, num_classes: int, ignore_
     positives of B rows padded with -1; a pair (indices, offsets) holds them one row after another, row b from
     offsets[b] on, as in `torch.nn.EmbeddingBag`.
     """
-    if isinstance(target, tuple):
-        labels = _from_bags(*target, rows=batch_shape.numel())
+    if not isinstance(target, Tensor):
+        labels = _from_bags(target, batch_shape.numel(), num_classes)
     elif target.shape == batch_shape:
-        labels = torch.where(target == ignore_index, -1, _without_strays(target, ignore_index)).reshape(-1, 1)
-    elif len(batch_shape) == 1 and target.dim() == 2 and len(target) == len(batch_shape) * batch_shape[0]:
+        labels = _from_classes(target.reshape(-1, 1), num_classes, ignore_index)
+    elif len(batch_shape) == 1 and target.dim() == 2 and len(target) == batch_shape[0]:
+        check_ids("target", target, num_classes, lowest=-1)
         labels = target
     else:
         forms = f"{tuple(batch_shape)}, (B, P) padded with -1, or a pair (indices, offsets)"
         raise ValueError(f"target: expected shape {forms}, got {tuple(target.shape)}")
-    check_ids("target", labels, num_classes, lowest=-1)
     return once_each(labels.long())
 
 
-def _without_strays(target: Tensor, ignore_index: int) -> Tensor:
-    """The target, whose -1 is no padding but a class out of range unless it is the ignore_index."""
-    if ignore_index != -1 and bool((target == -1).any()):
-        raise ValueError(f"target: expected classes from 0 on or ignore_index={ignore_index}, got -1")
-    return target
+def _from_classes(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    ignored = target == ignore_index
+    # -1 is no padding here, but a class out of range unless it is the ignore_index.
+    check_ids("target", target.masked_fill(ignored, 0), num_classes)
+    return target.masked_fill(ignored, -1)
 
 
-def _from_bags(indices: Tensor, offsets: Tensor, rows: int) -> Tensor:
-    check_ids("target[1] (offsets)", offsets, len(indices) + 1)
+def _from_bags(target: tuple[Tensor, Tensor], rows: int, num_classes: int) -> Tensor:
+    if not isinstance(target, tuple | list) or [isinstance(part, Tensor) for part in target] != [True, True]:
+        raise TypeError(f"target: expected a tensor or a pair (indices, offsets) of tensors, got {type(target)}")
+    indices, offsets = target
     if indices.dim() != 1 or offsets.shape != (rows,):
         shapes = f"{tuple(indices.shape)} and {tuple(offsets.shape)}"
         raise ValueError(f"target: expected indices of shape (K,) and offsets of shape ({rows},), got {shapes}")
+    check_ids("target[0] (indices)", indices, num_classes)
+    if offsets.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"target[1] (offsets): expected int64, got {offsets.dtype}")
     ends = torch.cat([offsets[1:], offsets.new_tensor([len(indices)])])
-    if int(offsets[0]) != 0 or bool((ends < offsets).any()):
-        raise ValueError("target[1] (offsets): expected to start at 0 and never to fall, got otherwise")
+    wrong = ends < offsets
+    wrong[0] |= offsets[0] != 0
+    if bool(wrong.any()):
+        bag = int(wrong.nonzero()[0])
+        need = f"to start at 0, never to fall and to end at {len(indices)} or before"
+        raise ValueError(f"target[1] (offsets): expected {need}, got row {bag} from {offsets[bag]} to {ends[bag]}")
     lengths = ends - offsets
     row = torch.repeat_interleave(lengths)
     labels = indices.new_full((rows, max(1, int(lengths.max()))), -1)

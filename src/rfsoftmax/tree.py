@@ -27,6 +27,8 @@ MIN_SHARE = 1e-12
 MIN_MASS = 1e-30
 MAX_UNIFORM = 1.0 - 2.0**-53
 CHUNK_ELEMENTS = 1 << 24
+# Features are made and summed in pieces that stay in a core's cache.
+CACHED_ELEMENTS = 1 << 18
 
 
 class Query(NamedTuple):
@@ -93,7 +95,7 @@ class Tree(nn.Module):
         self.counts = torch.zeros(2 * blocks, dtype=torch.int64, device=rows.device)
         self.counts[blocks:] = b
         self.counts[-1] = n - (blocks - 1) * b
-        step = max(1, CHUNK_ELEMENTS // (width * b))
+        step = max(1, CACHED_ELEMENTS // (width * b))
         for first in range(0, blocks, step):
             last = min(blocks, first + step)
             psi, weight = features(rows[first * b : last * b])
@@ -114,15 +116,19 @@ class Tree(nn.Module):
         return torch.where(positions < 0, 0, self.num_blocks + positions // self.block_size)
 
 
-def update(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
-    """Add psi (k, W) and weight (k,) to the leaves of `positions` (k,), then sum up the paths above them.
-
-    Parents are set to the sum of their children rather than moved by a difference: rounding errors stay in the leaves.
-    """
+def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
+    """Add psi (k, W) and weight (k,) to the leaves of positions (k,); the nodes above are for `renew`."""
     leaves = tree.leaf_of(positions)
     tree.sums.index_add_(0, leaves, psi)
     tree.weights.index_add_(0, leaves, weight)
-    nodes = leaves.unique()
+
+
+def renew(tree: Tree, positions: Tensor) -> None:
+    """Sum up anew all nodes above the leaves of positions (k,).
+
+    A parent is set to the sum of its children rather than moved by a difference: rounding errors stay in the leaves.
+    """
+    nodes = tree.leaf_of(positions).unique()
     for low, _ in reversed(tree.levels()):
         # Nodes of this level: parents of the changed nodes below it, and changed leaves that lie on it.
         nodes = torch.where(nodes >= 2 * low, nodes >> 1, nodes).unique()

@@ -105,13 +105,14 @@ class KernelSampler(Sampler):
 
     def _update(self, ids: Tensor, rows: Tensor) -> None:
         self._check_dim("rows", rows)
-        step = max(1, tree.CHUNK_ELEMENTS // self.feature_map.width)
-        for some, new in zip(self.position[ids].split(step), rows.to(self.tree.rows).split(step), strict=True):
-            psi, weight = self._class_features(new)
-            old_psi, old_weight = self._class_features(self.tree.rows[some])
-            self._walk().update(self.tree, some, psi - old_psi, weight - old_weight)
-            self.tree.rows[some] = new
-            self.tree.offsets[some] = self._offsets(new)
+        positions, rows, walk = self.position[ids], rows.to(self.tree.rows), self._walk()
+        step = max(1, tree.CACHED_ELEMENTS // self.feature_map.width)
+        for some, new in zip(positions.split(step), rows.split(step), strict=True):
+            psi, weight = self._class_features(torch.cat([new, self.tree.rows[some]]))
+            walk.add(self.tree, some, psi[: len(new)] - psi[len(new) :], weight[: len(new)] - weight[len(new) :])
+        self.tree.rows[positions] = rows
+        self.tree.offsets[positions] = self._offsets(rows)
+        walk.renew(self.tree, positions)
 
     def _draw(
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
@@ -138,7 +139,7 @@ class KernelSampler(Sampler):
         )
 
     def _walk(self) -> ModuleType:
-        """The module whose update, draw and log_prob to use."""
+        """The module whose add, renew, draw and log_prob to use."""
         numba = self.backend == "numba" or (self.backend == "auto" and self.tree.sums.device.type == "cpu")
         return kernels if numba else tree
 
@@ -149,7 +150,9 @@ class KernelSampler(Sampler):
 
     def _class_features(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """psi (k, W) and class weights (k,), float64, of rows (k, d)."""
-        phi, log_scale = self.feature_map(rows), self.feature_map.log_scale(rows)
+        return self._weighted(rows, self.feature_map(rows), self.feature_map.log_scale(rows))
+
+    def _weighted(self, rows: Tensor, phi: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
         if not self.anchored:
             return phi, log_scale.double().exp()
         log_weight = self.tau * (rows @ self.anchor) - self.log_shift
@@ -171,28 +174,26 @@ class KernelSampler(Sampler):
 
     def _query(self, hidden: Tensor, exclude: Tensor, shared: bool) -> tree.Query:
         hidden = hidden.to(self.tree.rows)
+        batch = len(hidden)
         centred = hidden - self.anchor if self.anchored else hidden
-        floor = self.floor * self.feature_map.log_scale(centred).double().exp()
-        none = exclude.new_empty(len(hidden), 0)
-        query = tree.Query(
-            self.feature_map(centred),
-            floor,
-            self._leaf_query(hidden, centred),
-            none,
-            hidden[:, :0],
-            floor[:, None][:, :0],
-        )
-        if shared:
-            share = 1 / (len(hidden) * tree.total_mass(self.tree, query))
-            parts = (share.to(hidden) * query.features, share.squeeze(1) * floor, query.leaf / len(hidden))
-            phi, floor, leaf = (part.sum(0, keepdim=True) for part in parts)
-            return tree.Query(phi, floor, leaf, *(part[:1] for part in query[3:]))
-        if not exclude.shape[1]:
-            return query
-        positions = torch.where(exclude < 0, -1, self.position[exclude])
-        psi, weight = self._class_features(self.tree.rows[positions.flatten()])
-        mass = torch.einsum("bw,bew->be", query.features, psi.view(*positions.shape, -1))
-        return query._replace(excluded=positions, excluded_mass=mass, excluded_weight=weight.view_as(mass))
+        positions = torch.where(exclude < 0, -1, self.position[exclude]) if exclude.shape[1] else exclude
+        # One pass of the feature map serves the queries and the rows of what they exclude.
+        rows = self.tree.rows[positions.flatten()]
+        both = torch.cat([centred, rows]) if len(rows) else centred
+        phi, log_scale = self.feature_map(both), self.feature_map.log_scale(both)
+        psi, weight = self._weighted(rows, phi[batch:], log_scale[batch:])
+        mass = torch.einsum("bw,bew->be", phi[:batch], psi.view(batch, exclude.shape[1], psi.shape[1]))
+        floor = self.floor * log_scale[:batch].double().exp()
+        leaf = self._leaf_query(hidden, centred)
+        query = tree.Query(phi[:batch], floor, leaf, positions, mass, weight.view_as(mass))
+        return self._mixture(query) if shared else query
+
+    def _mixture(self, query: tree.Query) -> tree.Query:
+        """One query for the whole batch: each row counts by its share phi(h_b) / Z_b, as the tree is linear in phi."""
+        share = 1 / (len(query.floor) * tree.total_mass(self.tree, query))
+        phi = (share.to(query.features) * query.features).sum(0, keepdim=True)
+        floor = (share.squeeze(1) * query.floor).sum(0, keepdim=True)
+        return tree.Query(phi, floor, query.leaf.mean(0, keepdim=True), *(part[:1] for part in query[3:]))
 
     def _observe(self, hidden: Tensor) -> None:
         """The running mean of queries: of all at first, of about the last hundred batches later."""

@@ -1,0 +1,101 @@
+"""Table 2 of the paper: wall time of the sampled softmax loss (batch 10, m = 10, d = 64), drawing included.
+
+Every row runs the same head with another sampler, without gradients. EXP is timed twice: as our streamed `exact` and
+as anyone would write it in torch (`exp, plain`); ratios are against the faster of the two.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measure import interleaved, write_rows
+from torch import Tensor
+
+import rfsoftmax as rf
+
+DIM, BATCH, NEGATIVES, BLOCK = 64, 10, 10, 64
+
+
+def plain_exp(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
+    """The sampled softmax loss with q = the softmax over the negatives, in plain torch."""
+    hidden = F.normalize(hidden, dim=1)
+    logits = (hidden * rf.DEFAULT_TAU) @ weight.T
+    target_logit = logits.gather(1, target[:, None])
+    log_q = logits.scatter(1, target[:, None], -torch.inf).log_softmax(1)
+    ids = torch.multinomial(log_q.exp(), NEGATIVES, replacement=True)
+    loss: Tensor = rf.sampled_softmax_loss(target_logit[:, 0], logits.gather(1, ids), log_q.gather(1, ids))
+    return loss
+
+
+def samplers(num_classes: int, features: list[int]) -> dict[str, rf.Sampler]:
+    made: dict[str, rf.Sampler] = {"exact": rf.ExactSampler()}
+    made["quadratic"] = rf.make_sampler("quadratic", num_classes=num_classes, dim=DIM, block_size=BLOCK)
+    for num in features:
+        made[f"rff D={num}"] = rf.make_sampler(
+            "rff", num_classes=num_classes, dim=DIM, num_features=num, block_size=BLOCK
+        )
+    return made
+
+
+def measure(num_classes: int, features: list[int], repeats: int) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(F.normalize(torch.randn(num_classes, DIM), dim=1))
+    hidden, target = torch.randn(BATCH, DIM), torch.randint(num_classes, (BATCH,))
+    works: dict[str, Callable[[], Any]] = {"exp, plain": lambda: plain_exp(weight.detach(), hidden, target)}
+    memory = {"exp, plain": 0.0}
+    for name, sampler in samplers(num_classes, features).items():
+        head = rf.SoftmaxHead(DIM, num_classes, sampler, NEGATIVES)
+        head.weight = weight
+        print(f"  building {name}", flush=True)
+        head.rebuild()
+        works[name] = functools.partial(head, hidden, target)
+        tree = getattr(sampler, "tree", None)
+        memory[name] = tree.sums.nbytes / 1e6 if tree else 0.0
+    with torch.no_grad():
+        seconds = interleaved(works, repeats)
+    exp = min(seconds["exp, plain"], seconds["exact"])
+    return [
+        {
+            "num_classes": num_classes,
+            "method": name,
+            "milliseconds": round(1e3 * time, 4),
+            "times_faster_than_exp": round(exp / time, 2),
+            "tree_megabytes": round(memory[name], 1),
+            "repeats": repeats,
+        }
+        for name, time in seconds.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-classes", type=int, nargs="+", default=[10_000, 500_000, 5_000_000])
+    parser.add_argument("--num-features", type=int, nargs="+", default=[50, 200, 500, 1000])
+    parser.add_argument("--repeats", type=int, default=200, help="interleaved repetitions; the median counts")
+    parser.add_argument("--output", type=Path, default=Path("results/bench_loss.csv"))
+    options = parser.parse_args()
+    rows = []
+    for num_classes in options.num_classes:
+        print(f"n = {num_classes:,}", flush=True)
+        some = measure(num_classes, options.num_features, options.repeats)
+        for row in some:
+            cells = (row["milliseconds"], row["times_faster_than_exp"], row["tree_megabytes"])
+            print(f"  {row['method']:14s} {cells[0]:10.3f} ms {cells[1]:8.1f} x EXP {cells[2]:9.1f} MB of sums")
+        rows += some
+        write_rows(options.output, rows)
+    if len(options.num_classes) > 1:
+        print_growth(rows, options.num_classes[0], options.num_classes[-1])
+
+
+def print_growth(rows: list[dict[str, Any]], low: int, high: int) -> None:
+    times = {(row["method"], row["num_classes"]): row["milliseconds"] for row in rows}
+    for method in dict.fromkeys(row["method"] for row in rows):
+        print(f"{method:14s} n = {high:,} over n = {low:,}: {times[method, high] / times[method, low]:.2f} x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Timing side by side and rows with their circumstances, for all benchmarks."""
+
+import csv
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+
+def interleaved(works: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2) -> dict[str, float]:
+    """Median seconds of each work, all run in turn in every repetition: noise of the machine falls on all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for repetition in range(warmup + repeats):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            if repetition >= warmup:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: median(times) for name, times in seconds.items()}
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Rows as CSV, each with the machine, the commit and the command that made it."""
+    circumstances = {
+        "machine": _machine(),
+        "commit": _commit(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+    full = [{**row, **circumstances} for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".partial")
+    with beside.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(full[0]))
+        writer.writeheader()
+        writer.writerows(full)
+    beside.replace(path)
+
+
+def _machine() -> str:
+    return f"{platform.machine()} {torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}"
+
+
+def _commit() -> str:
+    asked = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    )
+    return asked.stdout.strip() or "unknown"

@@ -1,0 +1,782 @@
+"""Every sampler under the contract of sampler_contract.py, then the laws that are its own."""
+
+import copy
+import itertools
+import math
+import re
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sampler_contract import (
+    DIM,
+    DOUBLE,
+    FALSE_ALARM,
+    SINGLE,
+    TAU,
+    Options,
+    SamplerContract,
+    all_log_probs,
+    exclusions,
+    p_value,
+    problem,
+    seeded,
+    settle,
+    without,
+)
+from torch import Tensor
+
+import rfsoftmax as rf
+from rfsoftmax import kernels
+from rfsoftmax.features import _ExponentialMap, _GaussianMap
+from rfsoftmax.samplers import exact
+from rfsoftmax.samplers.base import sorted_uniforms
+
+Backend = Literal["numba", "torch"]
+Leaf = Literal["exact", "kernel"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+LEAVES: tuple[Leaf, ...] = get_args(Leaf)
+BLOCK_SIZES = (1, 2, 7, 64)
+
+
+# Under the contract: samplers that look at nothing
+
+
+class TestUniform(SamplerContract):
+    needs_rebuild = False
+
+    def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.Sampler:
+        return rf.UniformSampler(num_classes, **options)
+
+    def exact_probs(
+        self, sampler: rf.Sampler, weight: Tensor, hidden: Tensor, exclude: Tensor | None, shared: bool
+    ) -> Tensor:
+        return without(torch.ones(1 if shared else len(hidden), len(weight)).double(), exclude)
+
+
+class TestLogUniform(SamplerContract):
+    needs_rebuild = False
+
+    def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.Sampler:
+        return rf.LogUniformSampler(num_classes, **options)
+
+    def exact_probs(
+        self, sampler: rf.Sampler, weight: Tensor, hidden: Tensor, exclude: Tensor | None, shared: bool
+    ) -> Tensor:
+        n = len(weight)
+        q = [(math.log(i + 2) - math.log(i + 1)) / math.log(n + 1) for i in range(n)]
+        return without(torch.tensor(q).double().repeat(1 if shared else len(hidden), 1), exclude)
+
+
+class TestUnigram(SamplerContract):
+    """Counts from 2000 down to 0, in an order given by the seed."""
+
+    needs_rebuild = False
+    one_interval_per_class = False
+    power: ClassVar[float] = 1.0
+    min_count: ClassVar[float] = 1.0
+
+    def counts(self, num_classes: int, seed: int = 0) -> list[int]:
+        order = torch.randperm(num_classes, generator=seeded(seed)).tolist()
+        return [2000 // (place + 1) ** 2 for place in order]
+
+    def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.Sampler:
+        counts = torch.tensor(self.counts(num_classes, seed))
+        return rf.UnigramSampler(counts, power=self.power, min_count=self.min_count, **options)
+
+    def exact_probs(
+        self, sampler: rf.Sampler, weight: Tensor, hidden: Tensor, exclude: Tensor | None, shared: bool
+    ) -> Tensor:
+        q = [max(count, self.min_count) ** self.power for count in self.counts(len(weight))]
+        return without(torch.tensor(q).double().repeat(1 if shared else len(hidden), 1), exclude)
+
+
+class TestDistortedUnigram(TestUnigram):
+    power = 0.75
+    min_count = 0.5
+
+
+# Under the contract: the softmax itself
+
+
+class TestExact(SamplerContract):
+    variants: ClassVar[dict[str, Options]] = {"plain": {}, "absolute": {"absolute": True}}
+    drawn = ("plain", "absolute")
+
+    def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.Sampler:
+        return rf.ExactSampler(tau=TAU, **options)
+
+    def exact_probs(
+        self, sampler: rf.Sampler, weight: Tensor, hidden: Tensor, exclude: Tensor | None, shared: bool
+    ) -> Tensor:
+        assert isinstance(sampler, rf.ExactSampler)
+        logits = TAU * hidden.double() @ weight.double().T
+        probs = without((logits.abs() if sampler.absolute else logits).exp(), exclude)
+        return probs.mean(0, keepdim=True) if shared else probs
+
+
+# Under the contract: kernel samplers, against a tree of plain lists
+
+
+def naive_log_scale(phi: rf.FeatureMap, x: Tensor) -> Tensor:
+    """log s(x), half the log of the kernel of two vectors of x's length at a right angle."""
+    if isinstance(phi, _GaussianMap):
+        return -phi.nu * x.square().sum(1) / 2
+    return x.new_full((len(x),), math.log(phi.beta) / 2 if isinstance(phi, rf.Quadratic) else 0.0)
+
+
+def naive_leaf_logits(sampler: rf.KernelSampler, weight: Tensor, hidden: Tensor, anchor: Tensor) -> Tensor:
+    phi, dots = sampler.feature_map, hidden @ weight.T
+    if sampler.leaf == "exact":
+        return (TAU * dots).abs() if sampler.absolute else TAU * dots
+    if isinstance(phi, rf.Quadratic):
+        return (phi.alpha * dots.square() + phi.beta).log()
+    assert isinstance(phi, _GaussianMap | _ExponentialMap)
+    if sampler.anchored:
+        return TAU * weight @ anchor + phi.nu * (hidden - anchor) @ weight.T
+    return -phi.nu * torch.cdist(hidden, weight).square() / 2 if isinstance(phi, _GaussianMap) else phi.nu * dots
+
+
+def naive_walk(
+    order: list[int],
+    block_size: int,
+    excluded: set[int],
+    estimates: list[float],
+    weights: list[float],
+    floor: float,
+    logits: list[float],
+) -> list[float]:
+    """q of one query: every path down the heap of blocks that tree.py describes, over lists of the classes below."""
+    blocks = [order[i : i + block_size] for i in range(0, len(order), block_size)]
+    q = [0.0] * len(order)
+
+    def below(node: int) -> list[int]:
+        return blocks[node - len(blocks)] if node >= len(blocks) else below(2 * node) + below(2 * node + 1)
+
+    def mass(node: int) -> float:
+        members = below(node)
+        left = [i for i in members if i not in excluded]
+        if not left:
+            return 0.0
+        remaining = max(sum(weights[i] for i in left), 1e-12 * sum(weights[i] for i in members))
+        return max(sum(estimates[i] for i in left), floor * remaining, 1e-30)
+
+    def descend(node: int, probability: float) -> None:
+        if probability == 0:
+            return
+        if node < len(blocks):
+            left, right = mass(2 * node), mass(2 * node + 1)
+            descend(2 * node, probability * left / (left + right))
+            descend(2 * node + 1, probability * right / (left + right))
+            return
+        members = [i for i in blocks[node - len(blocks)] if i not in excluded]
+        largest = max(logits[i] for i in members)
+        shares = [math.exp(logits[i] - largest) for i in members]
+        for i, share in zip(members, shares, strict=True):
+            q[i] = probability * share / sum(shares)
+
+    descend(1, 1.0)
+    return q
+
+
+def naive_estimates(sampler: rf.KernelSampler, weight: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """phi(h).psi(c_i), (B, n); the class weights, (n,); the floor of a unit of class weight, (B,)."""
+    phi = copy.deepcopy(sampler.feature_map).double()
+    psi, weights, query = phi(weight), naive_log_scale(phi, weight).exp(), hidden
+    if sampler.anchored:
+        query = hidden - sampler.anchor.double()
+        anchored = (TAU * weight @ sampler.anchor.double()).exp()
+        psi, weights = (anchored / weights).unsqueeze(1) * psi, anchored
+    return phi(query) @ psi.T, weights, sampler.floor * naive_log_scale(phi, query).exp()
+
+
+class KernelContract(SamplerContract):
+    """All block sizes, leaf rules and backends, with and without anchor. Heirs say which map, and what to draw."""
+
+    anchors: ClassVar[tuple[bool, ...]] = (False, True)
+
+    def __init_subclass__(cls) -> None:
+        cls.variants = {
+            f"b{block_size}-{leaf}-{backend}{'-anchor' if anchor else ''}": {
+                "block_size": block_size,
+                "leaf": leaf,
+                "backend": backend,
+                "anchor": anchor,
+            }
+            for block_size, leaf, backend, anchor in itertools.product(BLOCK_SIZES, LEAVES, BACKENDS, cls.anchors)
+        }
+
+    @abstractmethod
+    def make_map(self, seed: int) -> rf.FeatureMap: ...
+
+    def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.KernelSampler:
+        return rf.KernelSampler(self.make_map(seed), tau=TAU, **options)
+
+    def exact_probs(
+        self, sampler: rf.Sampler, weight: Tensor, hidden: Tensor, exclude: Tensor | None, shared: bool
+    ) -> Tensor:
+        assert isinstance(sampler, rf.KernelSampler)
+        weight, hidden = weight.double(), hidden.double()
+        estimates, weights, floor = naive_estimates(sampler, weight, hidden)
+        if shared:
+            total = torch.maximum(estimates.sum(1), floor * weights.sum())
+            estimates, floor = (estimates / total[:, None]).mean(0, keepdim=True), (floor / total).mean(0, keepdim=True)
+            hidden = hidden.mean(0, keepdim=True)
+        logits = naive_leaf_logits(sampler, weight, hidden, sampler.anchor.double())
+        excluded = exclude.reshape(len(hidden), -1).tolist() if exclude is not None else [[]] * len(hidden)
+        order, block_size = sampler.order.tolist(), sampler.tree.block_size
+        parts = zip(excluded, estimates.tolist(), floor.tolist(), logits.tolist(), strict=True)
+        return torch.tensor(
+            [naive_walk(order, block_size, set(e), s, weights.tolist(), f, o) for e, s, f, o in parts],
+            dtype=torch.float64,
+        )
+
+
+class TestRandomFourier(KernelContract):
+    # Each value of each option meets each value of each other one.
+    drawn = (
+        "b1-exact-numba",
+        "b1-kernel-torch-anchor",
+        "b2-exact-torch-anchor",
+        "b2-kernel-numba",
+        "b7-exact-numba-anchor",
+        "b7-kernel-torch",
+        "b64-exact-torch",
+        "b64-kernel-numba-anchor",
+    )
+
+    def make_map(self, seed: int) -> rf.FeatureMap:
+        return rf.RandomFourier(DIM, 32, nu=2.0, generator=seeded(seed))
+
+
+class TestOrthogonalFourier(KernelContract):
+    drawn = ("b1-kernel-numba-anchor", "b7-exact-torch")
+
+    def make_map(self, seed: int) -> rf.FeatureMap:
+        return rf.OrthogonalFourier(DIM, 32, nu=2.0, generator=seeded(seed))
+
+
+class TestStructuredFourier(KernelContract):
+    drawn = ("b2-kernel-torch-anchor", "b64-exact-numba")
+
+    def make_map(self, seed: int) -> rf.FeatureMap:
+        return rf.StructuredFourier(DIM, 32, nu=2.0, generator=seeded(seed))
+
+
+class TestQuadratic(KernelContract):
+    anchors = (False,)
+    drawn = ("b1-kernel-numba", "b2-kernel-torch", "b7-kernel-numba", "b7-exact-torch")
+
+    def make_map(self, seed: int) -> rf.FeatureMap:
+        return rf.Quadratic(DIM, alpha=20.0, beta=2.0)
+
+
+class TestAbsoluteQuadratic(TestQuadratic):
+    """For the absolute softmax loss, to which the quadratic kernel belongs."""
+
+    drawn = ("b7-exact-numba",)
+
+    def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.KernelSampler:
+        return rf.KernelSampler(self.make_map(seed), tau=TAU, absolute=True, **options)
+
+
+class TestRandomMaclaurin(KernelContract):
+    drawn = ("b1-kernel-numba", "b7-exact-torch-anchor")
+
+    def make_map(self, seed: int) -> rf.FeatureMap:
+        return rf.RandomMaclaurin(DIM, 64, nu=1.0, generator=seeded(seed))
+
+
+class TestPositiveRandom(KernelContract):
+    drawn = ("b1-kernel-torch", "b7-exact-numba-anchor")
+
+    def make_map(self, seed: int) -> rf.FeatureMap:
+        return rf.PositiveRandom(DIM, 32, nu=1.0, generator=seeded(seed))
+
+
+KERNEL_TESTS: list[KernelContract] = [
+    TestRandomFourier(),
+    TestOrthogonalFourier(),
+    TestStructuredFourier(),
+    TestQuadratic(),
+    TestAbsoluteQuadratic(),
+    TestRandomMaclaurin(),
+    TestPositiveRandom(),
+]
+on_every_map = pytest.mark.parametrize("of", KERNEL_TESTS, ids=lambda of: type(of).__name__.removeprefix("Test"))
+
+
+# The uniforms that all share
+
+
+@pytest.mark.parametrize("num", [1, 2, 7, 1000])
+def test_stratified_uniforms_are_one_per_stratum_in_rotated_places(num: int) -> None:
+    u, places = sorted_uniforms(50, num, True, seeded(0), torch.device("cpu"))
+    assert torch.equal((u * num).long(), torch.arange(num).expand(50, -1))
+    assert torch.equal((places - places[:, :1]) % num, torch.arange(num).expand(50, -1))
+    assert len(places[:, 0].unique()) == num or num == 1000
+    assert u.dtype == torch.float64
+
+
+def test_independent_uniforms_are_sorted_and_know_their_places() -> None:
+    u, places = sorted_uniforms(50, 20, False, seeded(0), torch.device("cpu"))
+    assert (u.diff(dim=1) >= 0).all()
+    drawn = torch.rand(50, 20, dtype=torch.float64, generator=seeded(0))
+    assert torch.equal(torch.empty_like(u).scatter_(1, places, u), drawn)
+
+
+# Static samplers
+
+
+def counts_of_all_kinds() -> dict[str, Tensor]:
+    return {
+        "one class": torch.tensor([3.0]),
+        "two classes": torch.tensor([1.0, 9.0]),
+        "all alike": torch.ones(100),
+        "one giant": torch.cat([torch.ones(99), torch.tensor([1e6])]).double(),
+        "Zipf": (1e5 / torch.arange(1, 1001)).double(),
+        "random": torch.rand(507, generator=seeded(0)).double() * 50,
+    }
+
+
+@pytest.mark.parametrize("kind", list(counts_of_all_kinds()))
+def test_the_alias_table_reconstructs_the_unigram_distribution(kind: str) -> None:
+    counts = counts_of_all_kinds()[kind]
+    sampler = rf.UnigramSampler(counts, min_count=1e-3)
+    n = len(counts)
+    rebuilt = sampler.keep.clone().index_add_(0, sampler.alias, 1 - sampler.keep) / n
+    torch.testing.assert_close(rebuilt, (counts / counts.sum()).double(), rtol=1e-6, atol=1e-15)
+    assert ((sampler.keep >= 0) & (sampler.keep <= 1)).all()
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_unigram_draws_follow_q_where_the_excluded_class_has_nearly_all_the_mass(stratified: bool) -> None:
+    """Then redraws run out, and the rest are drawn by inverting the CDF around the excluded classes."""
+    counts = torch.tensor([1.0, 1e6, 2.0, 3.0, 1e6, 4.0])
+    sampler = rf.UnigramSampler(counts, stratified=stratified)
+    hidden, exclude = torch.zeros(100, DIM), torch.tensor([[4, 1]]).expand(100, -1)
+    samples = sampler.sample(hidden, 1024, exclude, generator=seeded(0))
+    expected = torch.tensor([0.1, 0.0, 0.2, 0.3, 0.0, 0.4])
+    assert p_value(samples.ids, expected) > FALSE_ALARM
+    torch.testing.assert_close(samples.log_q, expected[samples.ids].log())
+
+
+def test_unigram_never_gives_up_a_class_that_was_never_seen() -> None:
+    sampler = rf.UnigramSampler(torch.tensor([0, 7, 0, 0]))
+    assert all_log_probs(sampler, torch.zeros(1, DIM)).exp()[0].tolist() == pytest.approx([0.1, 0.7, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "text"),
+    [
+        (torch.ones(2, 2), {}, "counts: expected shape (num_classes,), got (2, 2)"),
+        (torch.ones(0), {}, "counts: expected shape (num_classes,), got (0,)"),
+        (torch.tensor([1.0, -1.0]), {}, "counts: expected finite numbers of at least 0, got a negative, NaN or inf"),
+        (torch.tensor([1, math.nan]), {}, "counts: expected finite numbers of at least 0, got a negative, NaN or inf"),
+        (torch.tensor([1, math.inf]), {}, "counts: expected finite numbers of at least 0, got a negative, NaN or inf"),
+        (torch.ones(2), {"power": math.nan}, "power: expected a finite number, got nan"),
+        (torch.ones(2), {"min_count": 0.0}, "min_count: expected a positive number, got 0.0"),
+        (torch.ones(2), {"min_count": -1.0}, "min_count: expected a positive number, got -1.0"),
+    ],
+)
+def test_unigram_refuses_bad_counts_by_name(counts: Tensor, options: Options, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        rf.UnigramSampler(counts, **options)
+
+
+@pytest.mark.parametrize("maker", [rf.UniformSampler, rf.LogUniformSampler])
+def test_static_samplers_refuse_to_have_no_class(maker: Callable[[int], rf.Sampler]) -> None:
+    with pytest.raises(ValueError, match=r"^num_classes: expected at least 1, got 0$"):
+        maker(0)
+
+
+# The exact sampler
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("elements", [1, 8, 4 * 64, 4 * 65])
+def test_exact_draws_do_not_depend_on_the_size_of_chunks(
+    monkeypatch: pytest.MonkeyPatch, elements: int, shared: bool
+) -> None:
+    weight, hidden = problem(65, dtype=torch.float64)
+    sampler = rf.ExactSampler(tau=TAU)
+    sampler.rebuild(weight)
+    exclude = None if shared else exclusions(65)
+    expected = sampler.sample(hidden, 500, exclude, generator=seeded(0), shared=shared)
+    log_probs = all_log_probs(sampler, hidden, exclude, shared)
+    monkeypatch.setattr(exact, "_CHUNK_ELEMENTS", elements)
+    found = sampler.sample(hidden, 500, exclude, generator=seeded(0), shared=shared)
+    assert torch.equal(found.ids, expected.ids)
+    torch.testing.assert_close(found.log_q, expected.log_q, **DOUBLE)
+    torch.testing.assert_close(all_log_probs(sampler, hidden, exclude, shared), log_probs, **DOUBLE)
+
+
+def test_exact_draws_at_the_ends_of_the_uniforms_have_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A uniform that rounding leaves past the CDF's end means the last class with mass, in whatever chunk it lies."""
+    weight, hidden = problem(20)
+    sampler = rf.ExactSampler(tau=TAU)
+    sampler.rebuild(weight)
+    exclude = torch.tensor([[0, 1, 2, 17, 18, 19]]).expand(4, -1)
+    monkeypatch.setattr(exact, "_CHUNK_ELEMENTS", 8)
+    ends = torch.tensor([[0.0, 1 - 2.0**-53]], dtype=torch.float64).expand(4, -1)
+    ids, log_q = sampler._draw(hidden, exclude, ends, None, False)
+    assert ids.tolist() == [[3, 16]] * 4
+    assert torch.isfinite(log_q).all()
+
+
+# Kernel samplers
+
+
+@on_every_map
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_the_backends_draw_the_same(of: KernelContract, block_size: int, leaf: Leaf) -> None:
+    for anchor, n in itertools.product(of.anchors, (1, 2, 5, 65, 300)):
+        exclude = exclusions(n)
+        for dtype, least, close in ((torch.float64, 1.0, DOUBLE), (torch.float32, 0.999, SINGLE)):
+            weight, hidden = problem(n, dtype=dtype)
+            first, second = (
+                settle(
+                    of.make_sampler(n, block_size=block_size, leaf=leaf, anchor=anchor, backend=backend).to(dtype),
+                    weight,
+                    hidden,
+                )
+                for backend in BACKENDS
+            )
+            ids, log_q = first.sample(hidden, 500, exclude, generator=seeded(0))
+            other_ids, other_log_q = second.sample(hidden, 500, exclude, generator=seeded(0))
+            same = ids == other_ids
+            assert same.double().mean() >= least
+            torch.testing.assert_close(log_q[same], other_log_q[same], **close)
+            few = ids[:, :1]
+            probs = (s.log_prob(hidden, few, exclude) for s in (first, second))
+            torch.testing.assert_close(*probs, **close)
+
+
+def test_the_torch_backend_runs_no_kernel_and_auto_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(*_: object) -> None:
+        raise AssertionError("a kernel ran")
+
+    weight, hidden = problem(300)
+    for name in ("update", "draw", "log_prob"):
+        monkeypatch.setattr(kernels, name, kernel)
+    sampler = TestRandomFourier().make_sampler(300, backend="torch")
+    sampler.rebuild(weight)
+    sampler.update(torch.arange(3), weight[:3])
+    sampler.sample(hidden, 3)
+    sampler.log_prob(hidden, torch.arange(4))
+    sampler.backend = "auto"
+    for call in (
+        lambda: sampler.update(torch.arange(3), weight[:3]),
+        lambda: sampler.sample(hidden, 3),
+        lambda: sampler.log_prob(hidden, torch.zeros(4).long()),
+    ):
+        with pytest.raises(AssertionError, match="a kernel ran"):
+            call()
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_quadratic_trees_with_kernel_leaves_draw_from_the_kernel_itself(block_size: int) -> None:
+    """The quadratic map has no error, so neither block size nor tree shows in q: alpha (h.c)^2 + beta, normalised."""
+    weight, hidden = problem(65, dtype=torch.float64)
+    sampler = TestQuadratic().make_sampler(65, block_size=block_size, leaf="kernel").double()
+    sampler.rebuild(weight)
+    expected = without(20 * (hidden @ weight.T).square() + 2, exclusions(65))
+    torch.testing.assert_close(all_log_probs(sampler, hidden, exclusions(65)), expected.log().float(), **DOUBLE)
+
+
+@on_every_map
+def test_one_block_of_exact_leaves_is_the_softmax(of: KernelContract) -> None:
+    weight, hidden = problem(65, dtype=torch.float64)
+    for anchor in of.anchors:
+        sampler = of.make_sampler(65, block_size=65, leaf="exact", anchor=anchor).double()
+        settle(sampler, weight, hidden)
+        logits = TAU * hidden @ weight.T
+        expected = without((logits.abs() if sampler.absolute else logits).exp(), exclusions(65))
+        torch.testing.assert_close(all_log_probs(sampler, hidden, exclusions(65)), expected.log().float(), **DOUBLE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("anchor", [False, True])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_negative_estimates_still_leave_every_class_its_floor(
+    block_size: int, anchor: bool, backend: Backend
+) -> None:
+    rough = rf.RandomFourier(DIM, 2, nu=20.0, generator=seeded(0))
+    sampler = rf.KernelSampler(rough, block_size, "kernel", anchor, tau=TAU, backend=backend).double()
+    weight, hidden = problem(65, dtype=torch.float64)
+    settle(sampler, weight, hidden)
+    exclude = exclusions(65)
+    assert (naive_estimates(sampler, weight, hidden)[0] < 0).double().mean() > 0.2
+    probs = all_log_probs(sampler, hidden, exclude).exp()
+    assert torch.equal(probs > 0, without(torch.ones(4, 65), exclude) > 0)
+    expected = TestRandomFourier().exact_probs(sampler, weight, hidden, exclude, shared=False)
+    torch.testing.assert_close(probs.log(), expected.log().float(), **DOUBLE)
+    samples = sampler.sample(hidden, 50, exclude, generator=seeded(0))
+    torch.testing.assert_close(samples.log_q, sampler.log_prob(hidden, samples.ids, exclude), **DOUBLE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_excluding_all_but_a_rounding_error_of_the_weight_leaves_q_positive(
+    dtype: torch.dtype, backend: Backend
+) -> None:
+    """The excluded class weighs 1, the other 64 together some 1e-30: in float64 nothing remains of 1 + 1e-30 - 1."""
+    weight, _ = problem(65, dtype=dtype)
+    weight[1:] -= (weight[1:] @ weight[0]).unsqueeze(1) * weight[0] / weight[0].square().sum()
+    sampler = TestRandomFourier().make_sampler(65, block_size=7, leaf="kernel", anchor=True, backend=backend).to(dtype)
+    hidden = 8 * weight[:1]
+    sampler.tau = 75 / float(weight[0] @ hidden[0])
+    settle(sampler, weight, hidden)
+    exclude = torch.tensor([0])
+    probs = all_log_probs(sampler, hidden, exclude).double().exp()
+    assert abs(probs.sum() - 1) < 1e-5
+    assert (probs[0, 1:] > 0).all()
+    samples = sampler.sample(hidden, 1000, exclude, generator=seeded(0))
+    assert (samples.ids != 0).all()
+    assert torch.isfinite(samples.log_q).all()
+
+
+@pytest.mark.xfail(reason="psi overflows float32 where nu |c|^2 / 2 > 88, and q is NaN", strict=True)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_anchored_sampler_takes_vectors_of_any_length(backend: Backend) -> None:
+    weight, hidden = problem(65)
+    sampler = TestRandomFourier().make_sampler(65, anchor=True, block_size=7, backend=backend)
+    settle(sampler, 12 * weight, hidden)
+    assert (all_log_probs(sampler, hidden).double().exp().sum(1) - 1).abs().max() < 1e-5
+    assert torch.isfinite(sampler.sample(hidden, 20).log_q).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"block_size": 0}, "block_size: expected at least 1, got 0"),
+        ({"floor": 0.0}, "floor: expected a positive finite number, got 0.0"),
+        ({"floor": math.inf}, "floor: expected a positive finite number, got inf"),
+        ({"floor": math.nan}, "floor: expected a positive finite number, got nan"),
+        ({"leaf": "soft"}, "leaf: expected one of ('exact', 'kernel'), got 'soft'"),
+        ({"backend": "cuda"}, "backend: expected one of ('auto', 'torch', 'numba'), got 'cuda'"),
+        (
+            {"anchor": True},
+            "anchor: expected False with Quadratic, whose kernel does not split at an anchor, got True",
+        ),
+    ],
+)
+def test_kernel_samplers_refuse_bad_options_by_name(options: Options, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        rf.KernelSampler(rf.Quadratic(DIM), **options)
+
+
+KERNEL_OR_EXACT = [
+    pytest.param(TestRandomFourier(), id="kernel"),
+    pytest.param(TestExact(), id="exact", marks=pytest.mark.xfail(reason="takes rows of any dim", strict=True)),
+]
+
+
+@pytest.mark.parametrize("of", KERNEL_OR_EXACT)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hidden", lambda s, wide: s.sample(wide, 3)),
+        ("hidden", lambda s, wide: s.log_prob(wide, torch.tensor([0, 1]))),
+        ("rows", lambda s, wide: s.update(torch.tensor([0, 1]), wide)),
+        ("weight", lambda s, wide: s.rebuild(wide.repeat(3, 1)[:5])),
+    ],
+    ids=["sample", "log_prob", "update", "rebuild"],
+)
+def test_vectors_of_another_dim_are_refused_by_name(
+    of: SamplerContract, name: str, call: Callable[[rf.Sampler, Tensor], object]
+) -> None:
+    sampler, _, hidden = of.settled(5, {})
+    before = all_log_probs(sampler, hidden)
+    for wide in (torch.ones(2, DIM + 1), torch.ones(2, 1)):
+        rows = 5 if name == "weight" else 2
+        shapes = rf"expected shape \(rows, {DIM}\), got \({rows}, {wide.shape[1]}\)"
+        with pytest.raises(ValueError, match=f"^{name}: {shapes}$"):
+            call(sampler, wide)
+        assert torch.equal(all_log_probs(sampler, hidden), before)
+
+
+# The anchor
+
+
+def anchored(num_classes: int = 65, **options: Any) -> rf.KernelSampler:
+    sampler = TestRandomFourier().make_sampler(num_classes, anchor=True, **options).double()
+    sampler.rebuild(problem(num_classes, dtype=torch.float64)[0])
+    return sampler
+
+
+def test_only_draws_in_training_are_observed() -> None:
+    _, hidden = problem(65, dtype=torch.float64)
+    sampler = anchored().eval()
+    sampler.sample(hidden, 3)
+    sampler.train()
+    all_log_probs(sampler, hidden)
+    assert int(sampler.batches_seen) == 0
+    assert not sampler.query_mean.any()
+    sampler.sample(hidden, 3)
+    torch.testing.assert_close(sampler.query_mean, hidden.mean(0))
+    plain = TestRandomFourier().make_sampler(65)
+    plain.rebuild(torch.ones(65, DIM))
+    plain.train().sample(hidden, 3)
+    assert int(plain.batches_seen) == 0
+
+
+def test_the_running_mean_is_of_all_queries_at_first_and_forgets_after_a_hundred_batches() -> None:
+    sampler = anchored(5).train()
+    batches = torch.randn(130, 3, DIM, dtype=torch.float64, generator=seeded(0))
+    expected = torch.zeros(DIM, dtype=torch.float64)
+    for step, hidden in enumerate(batches, start=1):
+        sampler.sample(hidden, 1, generator=seeded(step))
+        expected = batches[:step].mean((0, 1)) if step <= 100 else 0.99 * expected + 0.01 * hidden.mean(0)
+        torch.testing.assert_close(sampler.query_mean, expected)
+
+
+def test_a_rebuild_moves_the_anchor_and_nothing_else_does() -> None:
+    weight, hidden = problem(65, dtype=torch.float64)
+    sampler = anchored(block_size=7).train()
+    before = all_log_probs(sampler, hidden)
+    sampler.sample(hidden, 3)
+    sampler.update(torch.arange(3), weight[:3])
+    assert not sampler.anchor.any()
+    torch.testing.assert_close(all_log_probs(sampler, hidden), before, **DOUBLE)
+    sampler.rebuild(weight)
+    torch.testing.assert_close(sampler.anchor, hidden.mean(0))
+    assert not torch.allclose(all_log_probs(sampler, hidden), before, **DOUBLE)
+
+
+def test_a_rebuild_puts_the_classes_in_the_order_of_their_weights() -> None:
+    weight, hidden = problem(300, dtype=torch.float64)
+    sampler = settle(TestRandomFourier().make_sampler(300, anchor=True).double(), weight, hidden)
+    assert isinstance(sampler, rf.KernelSampler)
+    assert sampler.order.tolist() == sorted(range(300), key=lambda i: -float(weight[i] @ hidden.mean(0)))
+    plain = settle(TestRandomFourier().make_sampler(300).double(), weight, hidden)
+    assert isinstance(plain, rf.KernelSampler)
+    assert plain.order.tolist() == list(range(300))
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_an_anchor_brings_q_closer_to_the_softmax_where_queries_share_a_direction(
+    block_size: int, leaf: Leaf
+) -> None:
+    """By chi2 = sum p^2 / q - 1, on average over queries: at least halved."""
+    generator = seeded(0)
+    weight = F.normalize(torch.randn(1000, 32, generator=generator), dim=1)
+    common = F.normalize(torch.randn(32, generator=generator), dim=0)
+    hidden = F.normalize(common + 0.08 * torch.randn(200, 32, generator=generator), dim=1)
+    p = (rf.samplers.DEFAULT_TAU * hidden @ weight.T).double().softmax(1)
+    chi2 = {}
+    for anchor in (False, True):
+        phi = rf.OrthogonalFourier(32, 256, nu=2.5, generator=seeded(1))
+        sampler = settle(rf.KernelSampler(phi, block_size, leaf, anchor), weight, hidden)
+        chi2[anchor] = float((p.square() / all_log_probs(sampler, hidden).double().exp()).sum(1).mean() - 1)
+    assert chi2[True] < chi2[False] / 2
+
+
+# By name
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("uniform", rf.UniformSampler),
+        ("log_uniform", rf.LogUniformSampler),
+        ("unigram", rf.UnigramSampler),
+        ("exact", rf.ExactSampler),
+        ("rff", rf.RandomFourier),
+        ("orf", rf.OrthogonalFourier),
+        ("sorf", rf.StructuredFourier),
+        ("quadratic", rf.Quadratic),
+        ("maclaurin", rf.RandomMaclaurin),
+        ("positive", rf.PositiveRandom),
+    ],
+)
+def test_every_name_makes_a_sampler_that_draws(name: str, kind: type) -> None:
+    weight, hidden = problem(9)
+    sampler = rf.make_sampler(name, num_classes=9, dim=DIM, counts=torch.arange(9), stratified=False)
+    made = sampler.feature_map if isinstance(sampler, rf.KernelSampler) else sampler
+    assert type(made) is kind
+    assert not sampler.stratified
+    sampler.rebuild(weight)
+    assert sampler.sample(hidden, 3).ids.shape == (4, 3)
+
+
+def test_options_reach_the_sampler_and_its_map() -> None:
+    sampler = rf.make_sampler(
+        "rff",
+        num_classes=9,
+        dim=DIM,
+        tau=5.0,
+        num_features=40,
+        nu=1.5,
+        block_size=3,
+        leaf="kernel",
+        anchor=True,
+        floor=0.2,
+        backend="torch",
+        generator=seeded(3),
+    )
+    assert isinstance(sampler, rf.KernelSampler)
+    phi = sampler.feature_map
+    assert isinstance(phi, rf.RandomFourier)
+    assert (phi.num_features, phi.nu, sampler.tree.block_size, sampler.leaf) == (40, 1.5, 3, "kernel")
+    assert (sampler.tau, sampler.anchored, sampler.floor, sampler.backend) == (5.0, True, 0.2, "torch")
+    assert torch.equal(phi.frequencies, rf.RandomFourier(DIM, 40, 1.5, generator=seeded(3)).frequencies)
+    quadratic = rf.make_sampler("quadratic", num_classes=9, dim=DIM, alpha=3.0, beta=4.0, absolute=True)
+    assert isinstance(quadratic, rf.KernelSampler)
+    assert isinstance(quadratic.feature_map, rf.Quadratic)
+    assert (quadratic.feature_map.alpha, quadratic.feature_map.beta, quadratic.absolute) == (3.0, 4.0, True)
+
+
+@pytest.mark.parametrize(("tau", "num_features", "nu"), [(11.0, 1024, math.log(1024) / 2), (2.0, 1024, 2.0)])
+def test_nu_is_the_lesser_of_tau_and_half_the_log_of_num_features(tau: float, num_features: int, nu: float) -> None:
+    sampler = rf.make_sampler("rff", num_classes=9, dim=DIM, tau=tau)
+    assert isinstance(sampler, rf.KernelSampler)
+    assert sampler.feature_map.num_features == num_features
+    assert sampler.feature_map.nu == pytest.approx(nu)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "text"),
+    [
+        (
+            "softmax",
+            {},
+            ValueError,
+            "name: expected one of uniform, log_uniform, unigram, exact, rff, orf, sorf, quadratic, maclaurin, "
+            "positive, got 'softmax'",
+        ),
+        ("unigram", {}, ValueError, "counts: expected 9 class counts for unigram, got None"),
+        ("unigram", {"counts": torch.ones(8)}, ValueError, "counts: expected 9 class counts for unigram, got 8"),
+        ("uniform", {"nu": 1.0}, TypeError, "options of 'uniform': expected any of stratified, got nu"),
+        (
+            "exact",
+            {"power": 1.0, "nu": 2.0},
+            TypeError,
+            "options of 'exact': expected any of absolute, stratified, got nu, power",
+        ),
+        (
+            "quadratic",
+            {"num_features": 8},
+            TypeError,
+            "options of 'quadratic': expected any of absolute, alpha, anchor, backend, beta, block_size, floor, leaf, "
+            "stratified, got num_features",
+        ),
+        (
+            "rff",
+            {"blocksize": 8},
+            TypeError,
+            "options of 'rff': expected any of absolute, anchor, backend, block_size, floor, generator, leaf, nu, "
+            "num_features, stratified, got blocksize",
+        ),
+    ],
+)
+def test_make_sampler_refuses_what_it_does_not_know(
+    name: str, options: Options, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        rf.make_sampler(name, num_classes=9, dim=DIM, **options)
