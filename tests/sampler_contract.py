@@ -12,9 +12,9 @@ chance less than once in a thousand seeds. Seeds are fixed.
 import copy
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,12 +30,11 @@ Options = dict[str, Any]
 
 FALSE_ALARM = 1e-6
 SIGMAS = 4.5
-SIZES = (1, 2, 3, 5, 64, 65, 300)
 DIM = 6
 TAU = 3.0
 # log_q is handed out in float32, so that much of it is rounding even where all else is float64.
-DOUBLE = {"rtol": 1e-6, "atol": 4e-6}
-SINGLE = {"rtol": 1e-5, "atol": 1e-4}
+DOUBLE = (1e-6, 4e-6)  # relative, absolute
+SINGLE = (1e-5, 1e-4)
 
 
 def seeded(seed: int) -> Generator:
@@ -54,15 +53,19 @@ def problem(num_classes: int, batch: int = 4, seed: int = 0, dtype: torch.dtype 
 
 
 def exclusions(num_classes: int, batch: int = 4) -> Tensor:
-    """(B, P): in turn nothing is excluded, class 0 twice, every third class, and all but the last class."""
-    kinds: list[list[int]] = [[], [0, 0], list(range(0, num_classes, 3)), list(range(num_classes - 1))]
+    """(B, P): in turn nothing is excluded, class 0 twice, every third class, and all but one (or the 64 before it)."""
+    kinds: list[list[int]] = [[], [0, 0], list(range(0, num_classes, 3))[:64], list(range(num_classes - 1))[-64:]]
     if num_classes == 1:
         kinds = [[]]
-    exclude = torch.full((batch, max(3, num_classes)), -1)
+    exclude = torch.full((batch, 2 + max(len(kind) for kind in kinds)), -1)
     for row in range(batch):
         kind = kinds[row % len(kinds)]
         exclude[row, 1 : 1 + len(kind)] = torch.tensor(kind, dtype=torch.int64)  # padding on both sides
     return exclude
+
+
+def assert_near(found: Tensor, expected: Tensor, within: tuple[float, float] = DOUBLE) -> None:
+    torch.testing.assert_close(found, expected, rtol=within[0], atol=within[1])
 
 
 def without(probs: Tensor, exclude: Tensor | None) -> Tensor:
@@ -119,88 +122,67 @@ class Draws:
         return self.logits[self.target].exp() + (self.logits[samples.ids] - samples.log_q.double()).exp().mean(1)
 
 
-# What is wrong, the call that does it to a sampler of 5 classes, and the error.
-BadCall = tuple[Callable[[Sampler], object], type[Exception], str]
-_HIDDEN, _ROWS, _IDS = torch.ones(2, DIM), torch.ones(2, DIM), torch.tensor([1, 3])
+class BadCall(NamedTuple):
+    """A call of a sampler of 5 classes, and how it is refused."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    error: type[Exception]
+    text: str
 
 
-def _with(matrix: Tensor, value: float) -> Tensor:
-    matrix = matrix.clone()
-    matrix[1, 2] = value
-    return matrix
+def _bad_matrices() -> Iterator[tuple[str, Tensor, type[Exception], str]]:
+    yield "integers", torch.ones(2, DIM).long(), TypeError, "expected a floating dtype, got torch.int64"
+    for what, matrix in (("a vector", torch.ones(DIM)), ("no rows", torch.ones(0, DIM))):
+        shape = tuple(matrix.shape)
+        yield what, matrix, ValueError, f"expected shape (rows, dim) with at least one row, got {shape}"
+    for value in (torch.nan, torch.inf, -torch.inf):
+        matrix = torch.ones(2, DIM)
+        matrix[1, 2] = value
+        yield f"with {value}", matrix, ValueError, "expected finite values, got NaN or inf in row 1"
 
 
-BAD_MATRICES: dict[str, tuple[Tensor, type[Exception], str]] = {
-    "integers": (torch.ones(2, DIM, dtype=torch.int64), TypeError, "expected a floating dtype, got torch.int64"),
-    "a vector": (torch.ones(DIM), ValueError, f"expected shape (rows, dim) with at least one row, got ({DIM},)"),
-    "no rows": (torch.ones(0, DIM), ValueError, f"expected shape (rows, dim) with at least one row, got (0, {DIM})"),
-    "NaN": (_with(_HIDDEN, torch.nan), ValueError, "expected finite values, got NaN or inf in row 1"),
-    "inf": (_with(_HIDDEN, torch.inf), ValueError, "expected finite values, got NaN or inf in row 1"),
-    "-inf": (_with(_HIDDEN, -torch.inf), ValueError, "expected finite values, got NaN or inf in row 1"),
-}
-BAD_EXCLUDES: dict[str, tuple[Tensor, type[Exception], str]] = {
-    "floats": (torch.zeros(2), TypeError, "expected int64 class ids, got torch.float32"),
-    "too high": (torch.tensor([0, 5]), ValueError, "expected class ids in [-1, 5), got 5"),
-    "too low": (torch.tensor([0, -2]), ValueError, "expected class ids in [-1, 5), got -2"),
-    "too many": (torch.tensor([0, 1, 2]), ValueError, "expected shape (2,) or (2, P), got (3,)"),
-    "three axes": (torch.zeros(2, 1, 1).long(), ValueError, "expected shape (2,) or (2, P), got (2, 1, 1)"),
-    "all": (torch.arange(5).repeat(2, 2), ValueError, "expected at least one of 5 classes left to draw, got none"),
-}
-BAD_IDS: dict[str, tuple[Tensor, type[Exception], str]] = {
-    "floats": (torch.zeros(2), TypeError, "expected int64 class ids, got torch.float32"),
-    "too high": (torch.tensor([0, 5]), ValueError, "expected class ids in [0, 5), got 5"),
-    "too low": (torch.tensor([0, -1]), ValueError, "expected class ids in [0, 5), got -1"),
-}
+def _bad_ids(lowest: int) -> Iterator[tuple[str, Tensor, type[Exception], str]]:
+    yield "floats", torch.zeros(2), TypeError, "expected int64 class ids, got torch.float32"
+    yield "too high", torch.tensor([0, 5]), ValueError, f"expected class ids in [{lowest}, 5), got 5"
+    yield "too low", torch.tensor([0, lowest - 1]), ValueError, f"expected class ids in [{lowest}, 5), got {lowest - 1}"
 
 
 def _bad_calls() -> Iterator[tuple[str, BadCall]]:
-    for what, (matrix, error, text) in BAD_MATRICES.items():
-        yield f"sample: hidden {what}", (lambda s, x=matrix: s.sample(x, 3), error, f"hidden: {text}")
-        yield f"log_prob: hidden {what}", (lambda s, x=matrix: s.log_prob(x, _IDS), error, f"hidden: {text}")
-        yield f"rebuild: weight {what}", (lambda s, x=matrix: s.rebuild(x), error, f"weight: {text}")
+    rows, ids, cube = torch.ones(2, DIM), torch.tensor([1, 3]), torch.zeros(2, 1, 1).long()
+    for what, matrix, error, text in _bad_matrices():
+        yield f"sample, hidden {what}", BadCall("sample", (matrix, 3), error, f"hidden: {text}")
+        yield f"log_prob, hidden {what}", BadCall("log_prob", (matrix, ids), error, f"hidden: {text}")
+        yield f"rebuild, weight {what}", BadCall("rebuild", (matrix,), error, f"weight: {text}")
         if what != "no rows":  # an update of nothing is nothing
-            yield f"update: rows {what}", (lambda s, x=matrix: s.update(_IDS, x), error, f"rows: {text}")
-    for what, (ids, error, text) in BAD_EXCLUDES.items():
-        yield f"sample: exclude {what}", (lambda s, x=ids: s.sample(_HIDDEN, 3, x), error, f"exclude: {text}")
-        yield f"log_prob: exclude {what}", (lambda s, x=ids: s.log_prob(_HIDDEN, _IDS, x), error, f"exclude: {text}")
-    for what, (ids, error, text) in BAD_IDS.items():
-        yield f"log_prob: ids {what}", (lambda s, x=ids: s.log_prob(_HIDDEN, x), error, f"ids: {text}")
-        yield f"update: ids {what}", (lambda s, x=ids: s.update(x, _ROWS), error, f"ids: {text}")
-    three, cube = torch.tensor([0, 1, 2]), torch.zeros(2, 1, 1).long()
-    yield (
-        "rebuild: weight of other classes",
-        (lambda s: s.rebuild(torch.ones(4, DIM)), ValueError, "weight: expected 5 rows, one a class, got 4"),
-    )
-    yield "sample: num 0", (lambda s: s.sample(_HIDDEN, 0), ValueError, "num: expected at least 1, got 0")
-    yield (
-        "sample: exclude if shared",
-        (
-            lambda s: s.sample(_HIDDEN, 3, _IDS, shared=True),
-            ValueError,
-            "exclude: expected None with shared=True (mask accidental hits instead), got a tensor",
-        ),
-    )
-    for what, ids, shape in (("too many", three, "(3,)"), ("of three axes", cube, "(2, 1, 1)")):
-        text = f"ids: expected shape (2,) or (2, P), got {shape}"
-        yield f"log_prob: ids {what}", (lambda s, x=ids: s.log_prob(_HIDDEN, x), ValueError, text)
-        text = f"ids: expected shape (2,), one for each of rows, got {shape}"
-        yield f"update: ids {what}", (lambda s, x=ids: s.update(x, _ROWS), ValueError, text)
-    yield (
-        "log_prob: ids per row if shared",
-        (
-            lambda s: s.log_prob(_HIDDEN, cube[:, 0], shared=True),
-            ValueError,
-            "ids: expected shape (1,) or (1, P), got (2, 1)",
-        ),
-    )
-    yield (
-        "update: ids twice",
-        (
-            lambda s: s.update(torch.tensor([3, 3]), _ROWS),
-            ValueError,
-            "ids: expected each class once, got some twice",
-        ),
-    )
+            yield f"update, rows {what}", BadCall("update", (ids, matrix), error, f"rows: {text}")
+    for what, bad, error, text in _bad_ids(-1):
+        yield f"sample, exclude {what}", BadCall("sample", (rows, 3, bad), error, f"exclude: {text}")
+        yield f"log_prob, exclude {what}", BadCall("log_prob", (rows, ids, bad), error, f"exclude: {text}")
+    for what, bad, error, text in _bad_ids(0):
+        yield f"log_prob, ids {what}", BadCall("log_prob", (rows, bad), error, f"ids: {text}")
+        yield f"update, ids {what}", BadCall("update", (bad, rows), error, f"ids: {text}")
+    for what, bad in (("too many", torch.tensor([0, 1, 2])), ("of three axes", cube)):
+        text = f"expected shape (2,) or (2, P), got {tuple(bad.shape)}"
+        yield f"sample, exclude {what}", BadCall("sample", (rows, 3, bad), ValueError, f"exclude: {text}")
+        yield f"log_prob, exclude {what}", BadCall("log_prob", (rows, ids, bad), ValueError, f"exclude: {text}")
+        yield f"log_prob, ids {what}", BadCall("log_prob", (rows, bad), ValueError, f"ids: {text}")
+        text = f"ids: expected shape (2,), one for each of rows, got {tuple(bad.shape)}"
+        yield f"update, ids {what}", BadCall("update", (bad, rows), ValueError, text)
+    text = "ids: expected each class once, got some twice"
+    yield "update, ids twice", BadCall("update", (torch.tensor([3, 3]), rows), ValueError, text)
+    text = "weight: expected 5 rows, one a class, got 4"
+    yield "rebuild, weight of other classes", BadCall("rebuild", (torch.ones(4, DIM),), ValueError, text)
+    yield "sample, num 0", BadCall("sample", (rows, 0), ValueError, "num: expected at least 1, got 0")
+    text = "exclude: expected at least one of 5 classes left to draw, got none"
+    every = torch.arange(5).repeat(2, 2)
+    yield "sample, exclude all", BadCall("sample", (rows, 3, every), ValueError, text)
+    yield "log_prob, exclude all", BadCall("log_prob", (rows, ids, every), ValueError, text)
+    text = "exclude: expected None with shared=True (mask accidental hits instead), got a tensor"
+    yield "sample, exclude if shared", BadCall("sample", (rows, 3, ids, None, True), ValueError, text)
+    yield "log_prob, exclude if shared", BadCall("log_prob", (rows, ids[:1], ids, True), ValueError, text)
+    text = "ids: expected shape (1,) or (1, P), got (2,)"
+    yield "log_prob, ids per row if shared", BadCall("log_prob", (rows, ids, None, True), ValueError, text)
 
 
 BAD_CALLS = dict(_bad_calls())
@@ -211,6 +193,7 @@ class SamplerContract(ABC):
 
     variants: ClassVar[dict[str, Options]] = {"default": {}}
     drawn: ClassVar[tuple[str, ...]] = ("default",)
+    sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 5, 64, 65, 300)
     # Whether the sampler learns its classes by `rebuild` alone.
     needs_rebuild: ClassVar[bool] = True
     # Whether a class takes one interval of the uniforms: samplers by inversion of a CDF, but not by alias tables.
@@ -244,21 +227,21 @@ class SamplerContract(ABC):
     # What q is
 
     def test_log_prob_is_that_of_the_naive_formula(self, options: Options) -> None:
-        for n in SIZES:
+        for n in self.sizes:
             sampler, weight, hidden = self.settled(n, options, torch.float64)
             exclude = exclusions(n)
             expected = self.exact_probs(sampler, weight, hidden, exclude, shared=False).log().float()
             found = all_log_probs(sampler, hidden, exclude)
-            torch.testing.assert_close(found, expected, **DOUBLE, msg=lambda m, n=n: f"{n} classes: {m}")
+            assert_near(found, expected)
 
     def test_shared_log_prob_is_that_of_the_naive_formula(self, options: Options) -> None:
         for n in (1, 5, 65):
             sampler, weight, hidden = self.settled(n, options, torch.float64)
             expected = self.exact_probs(sampler, weight, hidden, None, shared=True).log().float()
-            torch.testing.assert_close(all_log_probs(sampler, hidden, shared=True), expected, **DOUBLE)
+            assert_near(all_log_probs(sampler, hidden, shared=True), expected)
 
     def test_probabilities_sum_to_one_over_classes_not_excluded(self, options: Options) -> None:
-        for n in SIZES:
+        for n in self.sizes:
             sampler, _, hidden = self.settled(n, options)
             for exclude in (None, torch.tensor([0, -1, n - 1, n // 2]) if n > 1 else None, exclusions(n)):
                 probs = all_log_probs(sampler, hidden, exclude).double().exp()
@@ -277,13 +260,13 @@ class SamplerContract(ABC):
         assert (probs.sum(1) - 1).abs().max() < 1e-5
         samples = sampler.sample(hidden, 1000, exclude, generator=seeded(1))
         assert not (samples.ids == exclude[:, None]).any()
-        torch.testing.assert_close(samples.log_q, sampler.log_prob(hidden, samples.ids, exclude), **SINGLE)
+        assert_near(samples.log_q, sampler.log_prob(hidden, samples.ids, exclude), SINGLE)
 
-    def test_a_batch_of_one_shares_its_own_distribution(self, options: Options) -> None:
-        sampler, _, hidden = self.settled(65, options, torch.float64)
+    def test_a_batch_of_one_shares_its_own_distribution(self, drawn_options: Options) -> None:
+        sampler, _, hidden = self.settled(65, drawn_options, torch.float64)
         alone = all_log_probs(sampler, hidden[:1])
-        torch.testing.assert_close(all_log_probs(sampler, hidden[:1], shared=True), alone, **DOUBLE)
-        torch.testing.assert_close(all_log_probs(sampler, hidden[:1].expand(3, -1), shared=True), alone, **DOUBLE)
+        assert_near(all_log_probs(sampler, hidden[:1], shared=True), alone)
+        assert_near(all_log_probs(sampler, hidden[:1].expand(3, -1), shared=True), alone)
 
     def test_log_prob_of_a_few_classes_is_that_among_many(self, options: Options) -> None:
         for n in (5, 300):
@@ -294,17 +277,13 @@ class SamplerContract(ABC):
                 found = sampler.log_prob(hidden, ids, exclude)
                 assert found.shape == ids.shape
                 expected = among_many.gather(1, ids.reshape(4, -1)).view(ids.shape)
-                torch.testing.assert_close(found, expected, **DOUBLE)
+                assert_near(found, expected)
 
     # What is drawn
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-    def test_log_q_of_draws_is_log_prob_and_excluded_classes_are_never_drawn(
-        self, options: Options, dtype: torch.dtype
-    ) -> None:
-        close = SINGLE if dtype == torch.float32 else DOUBLE
-        for n in SIZES:
-            sampler, _, hidden = self.settled(n, options, dtype)
+    def test_log_q_of_draws_is_log_prob_and_excluded_classes_are_never_drawn(self, options: Options) -> None:
+        for n in self.sizes:
+            sampler, _, hidden = self.settled(n, options)
             exclude = exclusions(n)
             samples = sampler.sample(hidden, 40, exclude, generator=seeded(n))
             assert samples.ids.shape == samples.log_q.shape == (4, 40)
@@ -313,25 +292,23 @@ class SamplerContract(ABC):
             assert samples.ids.min() >= 0
             assert samples.ids.max() < n
             assert not (samples.ids[:, :, None] == exclude[:, None]).any(), f"{n} classes: an excluded one was drawn"
-            torch.testing.assert_close(samples.log_q, sampler.log_prob(hidden, samples.ids, exclude), **close)
-            for shared in (False, True):
-                one = sampler.sample(hidden[:1] if not shared else hidden, 7, generator=seeded(n), shared=shared)
+            assert_near(samples.log_q, sampler.log_prob(hidden, samples.ids, exclude), SINGLE)
+            for queries, shared in ((hidden[:1], False), (hidden, True)):
+                one = sampler.sample(queries, 7, generator=seeded(n), shared=shared)
                 assert one.ids.shape == (1, 7)
-                log_q = sampler.log_prob(hidden[:1] if not shared else hidden, one.ids, shared=shared)
-                torch.testing.assert_close(one.log_q, log_q, **close)
+                assert_near(one.log_q, sampler.log_prob(queries, one.ids, shared=shared), SINGLE)
 
     def test_stratified_draws_of_a_class_number_m_times_q_within_two(self, options: Options) -> None:
         """A class that takes an interval of length q holds all but the ends of m q strata of length 1/m."""
         if not self.one_interval_per_class:
             pytest.skip("a class takes many intervals of the uniforms")
-        num = 2000
-        for n in (5, 65):
-            sampler, _, hidden = self.settled(n, options)
-            for exclude, shared in ((exclusions(n), False), (None, True)):
-                ids = sampler.sample(hidden, num, exclude, generator=seeded(3), shared=shared).ids
-                counts = torch.zeros(len(ids), n).scatter_add_(1, ids, torch.ones(ids.shape))
-                expected = num * all_log_probs(sampler, hidden, exclude, shared).exp()
-                assert (counts - expected).abs().max() < 2.01
+        num = 500
+        sampler, _, hidden = self.settled(65, options)
+        for exclude, shared in ((exclusions(65), False), (None, True)):
+            ids = sampler.sample(hidden, num, exclude, generator=seeded(3), shared=shared).ids
+            counts = torch.zeros(len(ids), 65).scatter_add_(1, ids, torch.ones(ids.shape))
+            expected = num * all_log_probs(sampler, hidden, exclude, shared).exp()
+            assert (counts - expected).abs().max() < 2.01
 
     def test_the_same_generator_draws_the_same_and_no_other_is_touched(self, options: Options) -> None:
         sampler, _, hidden = self.settled(65, options)
@@ -419,13 +396,13 @@ class SamplerContract(ABC):
         rebuilt.rebuild(weight)
         exclude = torch.tensor([0, -1, n - 1, n // 2]) if n > 1 else None
         expected = all_log_probs(rebuilt, hidden, exclude)
-        torch.testing.assert_close(all_log_probs(sampler, hidden, exclude), expected, **DOUBLE)
+        assert_near(all_log_probs(sampler, hidden, exclude), expected)
         found, drawn = (s.sample(hidden, 5, exclude, generator=seeded(1)) for s in (sampler, rebuilt))
         assert torch.equal(found.ids, drawn.ids)
-        torch.testing.assert_close(found.log_q, drawn.log_q, **DOUBLE)
+        assert_near(found.log_q, all_log_probs(sampler, hidden, exclude).gather(1, found.ids))
 
-    def test_a_weight_changed_in_place_changes_nothing_before_an_update(self, options: Options) -> None:
-        sampler, weight, hidden = self.settled(65, options)
+    def test_a_weight_changed_in_place_changes_nothing_before_an_update(self, drawn_options: Options) -> None:
+        sampler, weight, hidden = self.settled(65, drawn_options)
         rows = weight[:3] + 1
         sampler.update(torch.arange(3), rows)
         before = all_log_probs(sampler, hidden)
@@ -441,49 +418,50 @@ class SamplerContract(ABC):
 
     # A module among others
 
-    def test_a_deep_copy_draws_the_same_and_stands_alone(self, options: Options) -> None:
-        sampler, weight, hidden = self.settled(65, options)
+    def test_a_deep_copy_draws_the_same_and_stands_alone(self, drawn_options: Options) -> None:
+        sampler, weight, hidden = self.settled(65, drawn_options)
         expected = sampler.sample(hidden, 20, generator=seeded(4))
         twin = copy.deepcopy(sampler)
         torch.testing.assert_close(twin.sample(hidden, 20, generator=seeded(4)), expected, rtol=0, atol=0)
         twin.update(torch.arange(65), weight.flip(0))
         torch.testing.assert_close(sampler.sample(hidden, 20, generator=seeded(4)), expected, rtol=0, atol=0)
 
-    def test_a_sampler_loaded_from_a_state_dict_and_rebuilt_draws_the_same(self, options: Options) -> None:
-        sampler, weight, hidden = self.settled(65, options, torch.float64)
+    def test_a_sampler_loaded_from_a_state_dict_and_rebuilt_draws_the_same(self, drawn_options: Options) -> None:
+        sampler, weight, hidden = self.settled(65, drawn_options, torch.float64)
         weight[:9] = weight[:9].flip(0)
         sampler.update(torch.arange(9), weight[:9])
         sampler.train().sample(hidden.flip(1), 1)  # its running mean is now ahead of its anchor
-        built = self.settled(65, {**options, "seed": 1}, torch.float64)[0]
-        for loaded in (self.make_sampler(65, seed=1, **options).double(), built):
+        built = self.settled(65, {**drawn_options, "seed": 1}, torch.float64)[0]
+        for loaded in (self.make_sampler(65, seed=1, **drawn_options).double(), built):
             loaded.load_state_dict(copy.deepcopy(sampler.state_dict()))
             loaded.rebuild(weight)
             exclude = exclusions(65)
             expected = all_log_probs(sampler, hidden, exclude)
-            torch.testing.assert_close(all_log_probs(loaded, hidden, exclude), expected, **DOUBLE)
+            assert_near(all_log_probs(loaded, hidden, exclude), expected)
             first, second = (s.sample(hidden, 20, exclude, generator=seeded(2)) for s in (sampler, loaded))
             assert torch.equal(first.ids, second.ids)
 
-    def test_half_precision_around_it_leaves_q_as_it_was(self, options: Options) -> None:
-        sampler, _, hidden = self.settled(65, options)
+    def test_half_precision_around_it_leaves_q_as_it_was(self, drawn_options: Options) -> None:
+        sampler, _, hidden = self.settled(65, drawn_options)
         expected = sampler.sample(hidden, 20, generator=seeded(2))
-        for model in (torch.nn.Sequential(sampler).half(), torch.nn.Sequential(sampler).bfloat16()):
-            found = model[0].sample(hidden, 20, generator=seeded(2))
+        for dtype in (torch.float16, torch.bfloat16):
+            torch.nn.Sequential(sampler).to(dtype)
+            found = sampler.sample(hidden, 20, generator=seeded(2))
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
             query = hidden.to(dtype)
             rounded = all_log_probs(sampler, query.float())
-            torch.testing.assert_close(all_log_probs(sampler, query), rounded, **SINGLE)
+            assert_near(all_log_probs(sampler, query), rounded, SINGLE)
 
-    def test_a_built_sampler_can_change_its_precision(self, options: Options) -> None:
-        sampler, weight, hidden = self.settled(65, options)
+    def test_a_built_sampler_can_change_its_precision(self, drawn_options: Options) -> None:
+        sampler, weight, hidden = self.settled(65, drawn_options)
         expected = all_log_probs(sampler, hidden)
         sampler.double()
-        torch.testing.assert_close(all_log_probs(sampler, hidden), expected, **SINGLE)
+        assert_near(all_log_probs(sampler, hidden), expected, SINGLE)
         sampler.float()
         sampler.update(torch.arange(2), weight[:2])
         samples = sampler.sample(hidden, 20, generator=seeded(2))
-        torch.testing.assert_close(samples.log_q, expected.gather(1, samples.ids), **SINGLE)
+        assert_near(samples.log_q, expected.gather(1, samples.ids), SINGLE)
         assert (all_log_probs(sampler, hidden, torch.zeros(4).long()).double().exp().sum(1) - 1).abs().max() < 1e-5
 
     def test_draws_carry_no_gradient(self) -> None:
@@ -499,11 +477,11 @@ class SamplerContract(ABC):
 
     @pytest.mark.parametrize("name", list(BAD_CALLS))
     def test_bad_input_is_refused_by_name_and_harms_nothing(self, name: str) -> None:
-        call, error, text = BAD_CALLS[name]
+        method, arguments, error, text = BAD_CALLS[name]
         sampler, _, hidden = self.settled(5, next(iter(self.variants.values())))
         before = all_log_probs(sampler, hidden)
         with pytest.raises(error, match=f"^{re.escape(text)}$"):
-            call(sampler)
+            getattr(sampler, method)(*arguments)
         assert torch.equal(all_log_probs(sampler, hidden), before)
 
     def test_one_class_cannot_be_excluded_from_itself(self) -> None:

@@ -64,7 +64,7 @@ def bags_of(padded: Tensor) -> tuple[Tensor, Tensor]:
 
 def record_draws(head: rf.SoftmaxHead, monkeypatch: pytest.MonkeyPatch) -> list[rf.Samples]:
     """What the head's sampler draws from now on."""
-    return record_calls(head.sampler, "sample", monkeypatch)
+    return record_calls(head.sampler, "_sample", monkeypatch)
 
 
 def record_calls(module: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -265,7 +265,7 @@ def test_loss_and_gradients_are_those_of_a_naive_loop_over_the_same_draws(
 def test_shared_negatives_are_one_set_and_a_row_never_meets_its_own_positive(monkeypatch: pytest.MonkeyPatch) -> None:
     head = make_head(num_classes=3, num_negatives=2, sampler="uniform", negatives="shared", reduction="none").double()
     draws = record_draws(head, monkeypatch)
-    hidden, target = hidden_of(3, dtype=torch.float64), torch.tensor([0, 1, 2])
+    hidden, target = hidden_of(3, dtype=torch.float64).requires_grad_(), torch.tensor([0, 1, 2])
     num_hits = 0
     for seed in range(10):
         loss = head(hidden, target, generator=seeded(seed))
@@ -273,7 +273,11 @@ def test_shared_negatives_are_one_set_and_a_row_never_meets_its_own_positive(mon
         hits = (draws[-1].ids == target[:, None]).all(1)
         num_hits += int(hits.sum())
         assert torch.equal(loss[hits], torch.zeros_like(loss[hits]))  # no negative left: Z' = e^{o_t}
-        torch.testing.assert_close(loss, torch.cat(naive_losses(head, hidden, target, draws[-1])))
+        expected = torch.cat(naive_losses(head, hidden, target, draws[-1]))
+        torch.testing.assert_close(loss, expected)
+        grads = (torch.autograd.grad(x.sum(), (hidden, head.weight)) for x in (loss, expected))
+        for ours, truth in zip(*grads, strict=True):
+            torch.testing.assert_close(ours.to_dense(), truth)
     assert num_hits > 0
 
 
@@ -341,7 +345,7 @@ def test_gradcheck_with_the_draws_of_a_kernel_sampler_held(
     target = torch.tensor([[1, 5, -1], [0, -1, -1], [2, 2, 8]])
     draws = record_draws(head, monkeypatch)
     head(hidden, target, generator=seeded())
-    monkeypatch.setattr(head.sampler, "sample", lambda *_, **__: draws[0])
+    monkeypatch.setattr(head.sampler, "_sample", lambda *_, **__: draws[0])
 
     def fn(hidden: Tensor, _: Tensor) -> Tensor:
         loss: Tensor = head(hidden, target, generator=seeded())

@@ -323,13 +323,7 @@ def _query_gradients(head: SoftmaxHead, queries: Tensor, labels: Tensor, samples
         if samples is None:
             loss = losses.full_softmax_loss(rows, weight, labels, labels=head.labels, reduction="none", **kind)
         else:
-            target_logits = losses.gathered_logits(rows, weight, labels.clamp(min=0), **kind)
-            if head.negatives == "shared":
-                hits = (labels.unsqueeze(-1) == samples.ids).any(1)
-                negative_logits = losses.shared_logits(rows, weight, samples.ids[0], **kind)
-                negative_logits = negative_logits.masked_fill(hits, -torch.inf)
-            else:
-                negative_logits = losses.gathered_logits(rows, weight, samples.ids, **kind)
+            target_logits, negative_logits = head._logits(rows, labels, labels, samples.ids)
             each = losses.sampled_softmax_loss(target_logits, negative_logits, samples.log_q, reduction="none")
             loss = losses.reduce_labels(each, labels >= 0, head.labels)
         return torch.autograd.grad(loss.sum(), rows)[0]

@@ -6,11 +6,18 @@ exponential one times a function of x and a function of y; and the quadratic one
 
 import math
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Full precision for what is inside. Asks first: the context itself costs more than a small product."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 class FeatureMap(nn.Module, ABC):
@@ -33,7 +40,7 @@ class FeatureMap(nn.Module, ABC):
     def forward(self, x: Tensor) -> Tensor:
         """phi(x): (..., dim) to (..., width)."""
         x = self._checked("x", x)
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x.device):
             return self._features(x)
 
     def kernel(self, x: Tensor, y: Tensor) -> Tensor:
@@ -43,7 +50,7 @@ class FeatureMap(nn.Module, ABC):
         (B, n, dim) tensor; rounding then costs a relative error of about nu (|x| + |y|)^2 eps.
         """
         x, y = self._checked("x", x), self._checked("y", y)
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x.device):
             return self._kernel(x, y)
 
     def log_scale(self, x: Tensor) -> Tensor:

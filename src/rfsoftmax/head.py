@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from . import losses
-from .samplers import DEFAULT_TAU, KernelSampler, Sampler, make_sampler
+from .samplers import DEFAULT_TAU, KernelSampler, Sampler, Samples, make_sampler
 from .samplers.base import check_ids, check_matrix
 from .targets import Target, as_labels
 
@@ -38,7 +38,8 @@ class SoftmaxHead(nn.Module):
 
         F.cross_entropy(tau * F.normalize(hidden) @ F.normalize(weight).T, target)
 
-    - `sampler`: a `Sampler`, or a name for `make_sampler`.
+    - `sampler`: a `Sampler`, or a name for `make_sampler`; by default an anchored `KernelSampler` with 128 orthogonal
+      frequencies and exact leaves of 64 classes.
     - `normalize` gives h and c_i unit length, as the paper does. tau is then the inverse temperature.
     - `negatives`: "per_example" draws m for each row; "shared" one set of m for the whole batch, which makes the logits
       one matrix product, with the row's own positives masked.
@@ -58,7 +59,7 @@ class SoftmaxHead(nn.Module):
         self,
         dim: int,
         num_classes: int,
-        sampler: Sampler | str = "rff",
+        sampler: Sampler | str | None = None,
         num_negatives: int | None = None,
         tau: float = DEFAULT_TAU,
         *,
@@ -106,8 +107,9 @@ class SoftmaxHead(nn.Module):
         self.update_every = update_every
         self.rebuild_every = rebuild_every or max(1000, num_classes // 100)
         self.weight = nn.Parameter(torch.randn(num_classes, dim) / math.sqrt(dim))
-        if isinstance(sampler, str):
-            sampler = make_sampler(sampler, num_classes=num_classes, dim=dim, tau=tau)
+        if sampler is None or isinstance(sampler, str):
+            options: dict[str, Any] = {} if sampler else {"num_features": 128, "anchor": True, "absolute": loss == "absolute"}
+            sampler = make_sampler(sampler or "orf", num_classes=num_classes, dim=dim, tau=tau, **options)
         if sampler.num_classes not in (0, num_classes):
             raise ValueError(f"sampler: expected one for {num_classes} classes, got one for {sampler.num_classes}")
         if isinstance(sampler, KernelSampler) and sampler.feature_map.dim != dim:
@@ -204,17 +206,9 @@ class SoftmaxHead(nn.Module):
         targets = labels if self.labels == "pick_all" else _pick_one(labels, generator)
         if self.loss == "nce" and targets.shape[1] > 1:
             raise ValueError("target: expected one class a row with loss='nce' and labels='pick_all', got several")
-        kind = {**self._logit_kind, "sparse": self.sparse}
         samples = self._draw(queries, labels, generator)
         self._touch(samples.ids, labels)
-        target_logits = losses.gathered_logits(queries, self.weight, targets.clamp(min=0), **kind)
-        if self.negatives == "shared":
-            negative_logits = losses.shared_logits(queries, self.weight, samples.ids[0], **kind)
-            if self.loss != "nce":
-                hits = (labels.unsqueeze(-1) == samples.ids).any(1)
-                negative_logits = negative_logits.masked_fill(hits, -torch.inf)
-        else:
-            negative_logits = losses.gathered_logits(queries, self.weight, samples.ids, **kind)
+        target_logits, negative_logits = self._logits(queries, labels, targets, samples.ids)
         if self.loss == "nce":
             shared = self.negatives == "shared"
             ids = targets.T if shared else targets
@@ -223,16 +217,28 @@ class SoftmaxHead(nn.Module):
         loss = losses.sampled_softmax_loss(target_logits, negative_logits, samples.log_q, reduction="none")
         return losses.reduce_labels(loss, targets >= 0, "pick_all")
 
-    def _draw(self, queries: Tensor, labels: Tensor, generator: Generator | None) -> Any:
-        queries = queries.detach()
-        if self.negatives == "shared":
-            return self.sampler.sample(queries, self.num_negatives, generator=generator, shared=True)
+    def _logits(self, queries: Tensor, labels: Tensor, targets: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (N, P) of targets and (N, m) of the negatives ids, where a shared one that is a label has -inf."""
+        kind = {**self._logit_kind, "sparse": self.sparse}
+        targets = targets.clamp(min=0)
+        if self.negatives == "per_example":
+            both = losses.gathered_logits(queries, self.weight, torch.cat([targets, ids], 1), **kind)
+            return both[:, : targets.shape[1]], both[:, targets.shape[1] :]
+        target_logits = losses.gathered_logits(queries, self.weight, targets, **kind)
+        negative_logits = losses.shared_logits(queries, self.weight, ids[0], **kind)
         if self.loss == "nce":
+            return target_logits, negative_logits
+        hits = (labels.unsqueeze(-1) == ids).any(1)
+        return target_logits, negative_logits.masked_fill(hits, -torch.inf)
+
+    def _draw(self, queries: Tensor, labels: Tensor, generator: Generator | None) -> Samples:
+        shared = self.negatives == "shared"
+        if shared or self.loss == "nce":
             # The noise of NCE may be the target too: its odds are against q over all classes.
-            return self.sampler.sample(queries, self.num_negatives, generator=generator)
-        if labels.shape[1] >= self.num_classes and bool(((labels >= 0).sum(1) >= self.num_classes).any()):
+            labels = labels[: 1 if shared else None, :0]
+        elif labels.shape[1] >= self.num_classes and bool(((labels >= 0).sum(1) >= self.num_classes).any()):
             raise ValueError(f"target: expected a class left for a negative in each row, got all {self.num_classes}")
-        return self.sampler.sample(queries, self.num_negatives, exclude=labels, generator=generator)
+        return self.sampler._sample(queries.detach(), self.num_negatives, labels, generator, shared)
 
     def _freshen(self) -> None:
         """Let the sampler see the rows that changed since its last look."""

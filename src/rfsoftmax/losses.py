@@ -5,6 +5,7 @@ bfloat16 and float16 are computed in float32, under autocast too, and come out a
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -315,8 +316,9 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _no_autocast(x: Tensor) -> torch.autocast:
-    return torch.autocast(x.device.type, enabled=False)
+def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    on = torch.is_autocast_enabled(x.device.type)  # the context itself costs more than a small product
+    return torch.autocast(x.device.type, enabled=False) if on else nullcontext()
 
 
 def _require(fits: bool, name: str, expected: str, got: object) -> None:

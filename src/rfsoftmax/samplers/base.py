@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..features import no_autocast
+
 DEFAULT_TAU = 1 / 0.3**2
 
 
@@ -50,7 +52,8 @@ class Sampler(nn.Module, ABC):
         check_matrix("weight", weight)
         if self.num_classes and weight.shape[0] != self.num_classes:
             raise ValueError(f"weight: expected {self.num_classes} rows, one a class, got {weight.shape[0]}")
-        self._rebuild(weight)
+        with no_autocast(weight.device):
+            self._rebuild(weight)
 
     @torch.no_grad()
     def update(self, ids: Tensor, rows: Tensor) -> None:
@@ -63,9 +66,9 @@ class Sampler(nn.Module, ABC):
         if len(ids.unique()) != len(ids):
             raise ValueError("ids: expected each class once, got some twice")
         if len(ids):
-            self._update(ids.long(), rows)
+            with no_autocast(rows.device):
+                self._update(ids.long(), rows)
 
-    @torch.no_grad()
     def sample(
         self,
         hidden: Tensor,
@@ -81,10 +84,17 @@ class Sampler(nn.Module, ABC):
         """
         if num < 1:
             raise ValueError(f"num: expected at least 1, got {num}")
-        excluded = self._check(hidden, exclude, shared)
+        return self._sample(hidden, num, self._check(hidden, exclude, shared), generator, shared)
+
+    @torch.no_grad()
+    def _sample(
+        self, hidden: Tensor, num: int, exclude: Tensor, generator: torch.Generator | None, shared: bool
+    ) -> Samples:
+        """`sample` without its checks; exclude is (B, E) int64, -1 for none, no class twice, or (1, 0) if shared."""
         rows = 1 if shared else len(hidden)
         uniforms, places = sorted_uniforms(rows, num, self.stratified, generator, hidden.device)
-        ids, log_q = self._draw(hidden, excluded, uniforms, generator, shared)
+        with no_autocast(hidden.device):
+            ids, log_q = self._draw(hidden, exclude, uniforms, generator, shared)
         return Samples(
             torch.empty_like(ids).scatter_(1, places, ids),
             torch.empty_like(log_q, dtype=torch.float32).scatter_(1, places, log_q.float()),
@@ -98,7 +108,8 @@ class Sampler(nn.Module, ABC):
         rows = 1 if shared else len(hidden)
         if ids.dim() not in (1, 2) or len(ids) != rows:
             raise ValueError(f"ids: expected shape ({rows},) or ({rows}, P), got {tuple(ids.shape)}")
-        log_q = self._log_prob(hidden, ids.long().reshape(rows, -1), excluded, shared)
+        with no_autocast(hidden.device):
+            log_q = self._log_prob(hidden, ids.long().reshape(rows, -1), excluded, shared)
         return log_q.float().view(ids.shape)
 
     @abstractmethod

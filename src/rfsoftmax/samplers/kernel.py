@@ -182,7 +182,7 @@ class KernelSampler(Sampler):
         both = torch.cat([centred, rows]) if len(rows) else centred
         phi, log_scale = self.feature_map(both), self.feature_map.log_scale(both)
         psi, weight = self._weighted(rows, phi[batch:], log_scale[batch:])
-        mass = torch.einsum("bw,bew->be", phi[:batch], psi.view(batch, exclude.shape[1], psi.shape[1]))
+        mass = (psi.view(batch, exclude.shape[1], psi.shape[1]) @ phi[:batch].unsqueeze(-1)).squeeze(-1)
         floor = self.floor * log_scale[:batch].double().exp()
         leaf = self._leaf_query(hidden, centred)
         query = tree.Query(phi[:batch], floor, leaf, positions, mass, weight.view_as(mass))
