@@ -15,7 +15,7 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 demo: .venv/installed
-	$(BIN)/python examples/plain_loop.py
+	$(BIN)/python examples/first_steps.py
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_loss.py

@@ -5,8 +5,8 @@ the laws are to hold for. Laws that need no statistics are tested on all variant
 statistical ones on those variants that `drawn` names.
 
 False alarms: a chi-square fails a correct sampler with probability FALSE_ALARM, a mean or variance with at most 7e-6
-(SIGMAS standard errors). There are about 140 of the former and 90 of the latter, so all of them together fail by
-chance less than once in a thousand seeds. Seeds are fixed.
+(SIGMAS standard errors). There are about 110 of the former and 80 of the latter, so all of them together fail by chance
+less than once in a thousand seeds. Seeds are fixed.
 """
 
 import copy
@@ -94,7 +94,7 @@ def all_log_probs(sampler: Sampler, hidden: Tensor, exclude: Tensor | None = Non
 
 
 def p_value(ids: Tensor, probs: Tensor) -> float:
-    """Of the chi-square of draws against probs (n,); cells that expect fewer than 5 are pooled with the next."""
+    """Of the chi-square of draws against probs (n,); cells that expect fewer than 5, or the least, are pooled to 5."""
     observed = torch.bincount(ids.flatten(), minlength=len(probs)).double().numpy()
     expected = (probs.double() * ids.numel()).numpy()
     if observed[expected == 0].any():

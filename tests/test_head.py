@@ -299,11 +299,12 @@ def test_positives_are_never_drawn_for_their_row(name: str, monkeypatch: pytest.
 def test_a_sparse_gradient_holds_the_touched_rows_and_no_others(negatives: Any, monkeypatch: Any) -> None:
     head = make_head(num_classes=200, negatives=negatives, sampler=small_rff())
     draws = record_draws(head, monkeypatch)
-    target = target_of(4, num_classes=200)
+    target = torch.tensor([[7, -1, 9], [3, -1, -1], [-1, -1, -1], [150, 2, 3]])
     head(hidden_of(4), target, generator=seeded()).backward()
     assert head.weight.grad is not None
     assert head.weight.grad.is_sparse
-    touched = torch.cat([draws[0].ids.flatten(), target]).unique()
+    touched = torch.cat([draws[0].ids.flatten(), target[target >= 0]]).unique()
+    assert 0 not in touched  # where padding could leave a trace
     assert torch.equal(head.weight.grad.coalesce().indices()[0], touched)
 
 
@@ -390,12 +391,13 @@ def test_the_sampler_follows_the_optimizer(optimizer: str, normalize: bool, samp
 def test_the_sampler_follows_steps_that_leave_no_trace_in_the_version(fused: bool) -> None:
     head = make_head(sampler=small_rff(), sparse=False)
     optimizer = torch.optim.SGD([head.weight], lr=5.0, fused=fused)
-    train_step(head, optimizer, 0)
-    if not fused:
-        head._freshen()
-        train_step(head, torch.optim.SGD([head.weight], lr=0.0), 1)
+    if fused:
+        train_step(head, optimizer, 0)
+    else:
+        head(hidden_of(3), target_of(3)).backward()
         assert head.weight.grad is not None
         head.weight.data.sub_(5.0 * head.weight.grad)
+    assert head.weight._version == 0
     assert staleness(head) > STALE
     head._freshen()
     assert staleness(head) < FRESH
@@ -559,7 +561,7 @@ SAMPLERS: dict[str, Callable[[int], rf.Sampler | str]] = {
 all_samplers = pytest.mark.parametrize("sampler", SAMPLERS)
 
 
-@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda head: torch.load(saved(head), weights_only=False)])
 def test_a_copy_draws_the_same_and_is_independent(
     duplicate: Callable[[rf.SoftmaxHead], rf.SoftmaxHead], num_steps: int, monkeypatch: pytest.MonkeyPatch
@@ -583,17 +585,18 @@ def saved(thing: Any) -> io.BytesIO:
     return file
 
 
-@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("num_steps", [0, 2, 3])  # the third step rebuilds, and what it rebuilds must be loaded
 @pytest.mark.parametrize("warm", [False, True])
 @all_samplers
 def test_a_loaded_head_draws_what_the_saved_one_draws(
     sampler: str, warm: bool, num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = trained(num_steps, sampler=SAMPLERS[sampler](0), rebuild_every=2)
-    other = trained(2 if warm else 0, sampler=SAMPLERS[sampler](1), seed=1)
+    other = trained(2 if warm else 0, sampler=SAMPLERS[sampler](1), rebuild_every=2, seed=1)
     state = torch.load(saved(head.state_dict()))
     other.load_state_dict(state)
-    assert_same_draws(other, next_draws(head, monkeypatch), monkeypatch)
+    for _ in range(4):  # rebuilds among them
+        assert_same_draws(other, next_draws(head, monkeypatch), monkeypatch)
     assert torch.equal(head.weight, other.weight)
 
 
@@ -853,7 +856,7 @@ def test_the_default_sampler_learns_as_the_exact_one_does(negatives: Any) -> Non
     target = torch.randint(num_classes, (num_steps, batch), generator=g)
     hidden = prototypes[target] + 0.05 * torch.randn(num_steps, batch, dim, generator=g)
     final = {}
-    for sampler in ("rff", "exact"):
+    for sampler in (None, "exact"):
         torch.manual_seed(0)
         head = rf.SoftmaxHead(dim, num_classes, sampler, num_negatives=16, negatives=negatives)
         optimizer = torch.optim.SparseAdam([head.weight], lr=0.1)
@@ -863,9 +866,9 @@ def test_the_default_sampler_learns_as_the_exact_one_does(negatives: Any) -> Non
             optimizer.step()
         with torch.no_grad():
             final[sampler] = head.eval()(prototypes, torch.arange(num_classes)).item()
-    assert final["rff"] < math.log(num_classes) - 4
+    assert final[None] < math.log(num_classes) - 4
     # The uniform sampler ends 0.4 above the exact one with negatives of each row's own.
-    assert final["rff"] < final["exact"] + 0.15
+    assert final[None] < final["exact"] + 0.15
 
 
 @pytest.mark.parametrize(("num_classes", "num_negatives"), [(2, 1), (50, 49), (5000, 100)])

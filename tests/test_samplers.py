@@ -401,6 +401,13 @@ def test_static_samplers_refuse_to_have_no_class(maker: Callable[[int], rf.Sampl
         maker(0)
 
 
+@pytest.mark.xfail(reason=".float() rounds the tables, of which exclusion leaves a small difference", strict=True)
+def test_a_unigram_cast_to_float32_keeps_its_laws_where_the_excluded_class_has_nearly_all_the_mass() -> None:
+    sampler = rf.UnigramSampler(torch.tensor([1e6] + 99 * [1.0])).float()
+    log_q = all_log_probs(sampler, torch.zeros(1, DIM), torch.tensor([0]))
+    assert abs(log_q.double().exp().sum() - 1) < 1e-5
+
+
 # The exact sampler
 
 
@@ -435,6 +442,15 @@ def test_exact_draws_at_the_ends_of_the_uniforms_have_probability(monkeypatch: p
     assert torch.isfinite(log_q).all()
 
 
+@pytest.mark.xfail(reason="the log of Z is rounded to float32 before it is subtracted", strict=True)
+def test_exact_probabilities_sum_to_one_where_all_logits_are_large() -> None:
+    generator = seeded(0)
+    weight = 8 * F.normalize(torch.randn(1, 16, generator=generator) + 0.05 * torch.randn(300, 16, generator=generator))
+    sampler = rf.ExactSampler()
+    sampler.rebuild(weight)
+    assert (all_log_probs(sampler, weight[:20]).double().exp().sum(1) - 1).abs().max() < 1e-5
+
+
 # Kernel samplers
 
 
@@ -455,8 +471,8 @@ def test_the_backends_draw_the_same(of: KernelContract, block_size: int, leaf: L
         same = ids == other_ids
         assert same.double().mean() >= least
         assert_near(log_q[same], other_log_q[same], close)
-        few = (s.log_prob(hidden, ids[:, :1], exclude) for s in (first, second))
-        assert_near(*few, within=close)
+        few = ids[:, :1]
+        assert_near(first.log_prob(hidden, few, exclude), second.log_prob(hidden, few, exclude), close)
 
 
 def test_the_torch_backend_runs_no_kernel_and_auto_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,9 @@ class SoftmaxHead(nn.Module):
         self.rebuild_every = rebuild_every or max(1000, num_classes // 100)
         self.weight = nn.Parameter(torch.randn(num_classes, dim) / math.sqrt(dim))
         if sampler is None or isinstance(sampler, str):
-            options: dict[str, Any] = {} if sampler else {"num_features": 128, "anchor": True, "absolute": loss == "absolute"}
+            options: dict[str, Any] = (
+                {} if sampler else {"num_features": 128, "anchor": True, "absolute": loss == "absolute"}
+            )
             sampler = make_sampler(sampler or "orf", num_classes=num_classes, dim=dim, tau=tau, **options)
         if sampler.num_classes not in (0, num_classes):
             raise ValueError(f"sampler: expected one for {num_classes} classes, got one for {sampler.num_classes}")
@@ -220,7 +222,8 @@ class SoftmaxHead(nn.Module):
     def _logits(self, queries: Tensor, labels: Tensor, targets: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (N, P) of targets and (N, m) of the negatives ids, where a shared one that is a label has -inf."""
         kind = {**self._logit_kind, "sparse": self.sparse}
-        targets = targets.clamp(min=0)
+        # Padding stands for another label of its row: what nothing touches gets no gradient, not even one of 0.
+        targets = torch.where(targets < 0, targets.amax(1, keepdim=True), targets)
         if self.negatives == "per_example":
             both = losses.gathered_logits(queries, self.weight, torch.cat([targets, ids], 1), **kind)
             return both[:, : targets.shape[1]], both[:, targets.shape[1] :]
@@ -242,7 +245,11 @@ class SoftmaxHead(nn.Module):
 
     def _freshen(self) -> None:
         """Let the sampler see the rows that changed since its last look."""
-        if self._stale or self._forwards >= self.rebuild_every or not self.sampler.num_classes:
+        if self._stale or not self.sampler.num_classes:
+            forwards = self._forwards
+            self.rebuild()
+            self._forwards = forwards  # a loaded head goes on counting where the saved one was
+        if self._forwards >= self.rebuild_every:
             self.rebuild()
         elif len(self._visits) >= self.update_every and (num_moved := self._num_moved()):
             with torch.inference_mode(False), torch.no_grad():
@@ -271,6 +278,12 @@ class SoftmaxHead(nn.Module):
             witnesses = positives[:_NUM_WITNESSES]
             visit = _Visit(torch.cat([ids.flatten(), positives]), witnesses, self.weight.detach()[witnesses])
             self._visits.append(visit)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self._forwards)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self._forwards = int(state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """As torch does; but with a tensor of another shape, which torch will report, all others stay as they are."""

@@ -27,8 +27,8 @@ MIN_SHARE = 1e-12
 MIN_MASS = 1e-30
 MAX_UNIFORM = 1.0 - 2.0**-53
 CHUNK_ELEMENTS = 1 << 24
-# Features are made and summed in pieces that stay in a core's cache.
-CACHED_ELEMENTS = 1 << 18
+# Features are made and summed in pieces that stay in a shared cache.
+CACHED_ELEMENTS = 1 << 20
 
 
 class Query(NamedTuple):
@@ -175,7 +175,7 @@ def log_prob(tree: Tree, query: Query, positions: Tensor) -> tuple[Tensor, Tenso
     node = tree.leaf_of(positions)
     members, logits = _leaf_logits(tree, query, node)
     inside = torch.where(members == positions.unsqueeze(-1), logits.log_softmax(-1), -torch.inf)
-    log_q = inside.amax(-1).nan_to_num(nan=-torch.inf)
+    log_q = inside.amax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     everywhere = (1, 2 * tree.num_blocks)
     for _ in range(tree.depth):
         below_root = node > 1
@@ -201,7 +201,7 @@ def dense_log_prob(tree: Tree, query: Query) -> Tensor:
     excluded = torch.where(query.excluded < 0, tree.num_classes, query.excluded)
     logits = nn.functional.pad(logits, (0, blocks * b - tree.num_classes + 1), value=-torch.inf)
     logits = logits.scatter_(1, excluded, -torch.inf)[:, : blocks * b].view(len(mass), blocks, b)
-    inside = logits.log_softmax(-1).nan_to_num(nan=-torch.inf)
+    inside = logits.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     return (log_q[:, blocks:, None] + inside).flatten(1)[:, : tree.num_classes]
 
 

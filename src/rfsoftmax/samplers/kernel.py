@@ -51,7 +51,7 @@ class KernelSampler(Sampler):
         *,
         tau: float = DEFAULT_TAU,
         absolute: bool = False,
-        floor: float = 0.1,
+        floor: float = 0.2,
         stratified: bool = True,
         backend: Backend = "auto",
     ) -> None:

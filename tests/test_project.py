@@ -1,0 +1,61 @@
+"""The README's example, the benchmarks at tiny sizes and the public names: what a newcomer tries first."""
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import rfsoftmax as rf
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_example_of_the_readme_is_the_file_that_the_demo_runs() -> None:
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    assert block[1] == (ROOT / "examples" / "first_steps.py").read_text()
+    assert sum(bool(line.strip()) for line in block[1].splitlines()) == 12
+
+
+def test_the_example_learns_and_its_sampled_loss_is_near_the_exact_one() -> None:
+    done = run(sys.executable, "examples/first_steps.py")
+    losses = [(float(a), float(b)) for a, b in re.findall(r"sampled loss ([\d.]+), exact loss ([\d.]+)", done)]
+    assert losses[-1][1] < losses[0][1] - 3
+    assert all(abs(sampled - exact) < 0.3 for sampled, exact in losses)
+
+
+def test_bench_loss_runs_at_a_tiny_size_and_writes_rows(tmp_path: Path) -> None:
+    output = tmp_path / "rows.csv"
+    sizes = ["--num-classes", "300", "1000", "--num-features", "8", "--repeats", "2"]
+    run(sys.executable, "benchmarks/bench_loss.py", *sizes, "--output", str(output))
+    with output.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["method"] for row in rows if row["num_classes"] == "300"] == [
+        "exp, plain",
+        "exact",
+        "quadratic",
+        "rff D=8",
+    ]
+    assert all(float(row["milliseconds"]) > 0 and row["machine"] and row["commit"] and row["command"] for row in rows)
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in rf.__all__:
+        thing = getattr(rf, name)
+        assert isinstance(thing, float) or thing.__doc__, name
+
+
+def test_one_step_of_training_needs_three_lines() -> None:
+    head = rf.SoftmaxHead(8, 1000)
+    loss = head(torch.randn(4, 8), torch.randint(1000, (4,)))
+    loss.backward()
+    assert head.weight.grad is not None
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
