@@ -13,15 +13,19 @@ from typing import Any
 import torch
 
 
-def interleaved(works: Mapping[str, Callable[[], Any]], repeats: int, warmup: int = 2) -> dict[str, float]:
-    """Median seconds of each work, all run in turn in every repetition: noise of the machine falls on all alike."""
+def interleaved(works: Mapping[str, Callable[[], Any]], repeats: int, burst: float = 0.02) -> dict[str, float]:
+    """Median seconds a call of each work. All take turns in every repetition, so that noise of the machine falls on all
+    alike; a turn is a burst of calls of at least `burst` seconds, so that one work does not pay for the caches that
+    another one has filled. The first repetition warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    for repetition in range(warmup + repeats):
+    for repetition in range(1 + repeats):
         for name, work in works.items():
-            start = time.perf_counter()
-            work()
-            if repetition >= warmup:
-                seconds[name].append(time.perf_counter() - start)
+            calls, start = 0, time.perf_counter()
+            while (passed := time.perf_counter() - start) < burst or not calls:
+                work()
+                calls += 1
+            if repetition:
+                seconds[name].append(passed / calls)
     return {name: median(times) for name, times in seconds.items()}
 
 

@@ -464,6 +464,14 @@ class SamplerContract(ABC):
         assert_near(samples.log_q, expected.gather(1, samples.ids), SINGLE)
         assert (all_log_probs(sampler, hidden, torch.zeros(4).long()).double().exp().sum(1) - 1).abs().max() < 1e-5
 
+    def test_ids_may_be_int32(self) -> None:
+        sampler, weight, hidden = self.settled(5, next(iter(self.variants.values())))
+        ids, exclude = torch.tensor([[0, 1, 4]]).expand(4, -1), torch.tensor([0, 3, -1, 2])
+        assert torch.equal(sampler.log_prob(hidden, ids.int(), exclude.int()), sampler.log_prob(hidden, ids, exclude))
+        first, second = (sampler.sample(hidden, 9, x, generator=seeded(0)) for x in (exclude, exclude.int()))
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+        sampler.update(ids[0].int(), weight[ids[0]])
+
     def test_draws_carry_no_gradient(self) -> None:
         sampler, weight, hidden = self.settled(5, next(iter(self.variants.values())))
         weight, hidden = weight.requires_grad_(), hidden.requires_grad_()

@@ -230,12 +230,5 @@ def test_the_number_of_threads_does_not_show() -> None:
         torch.testing.assert_close(one, three, rtol=1e-12, atol=1e-12)
 
 
-def test_weights_stay_float64_in_every_precision() -> None:
-    made = built(65, 7)
-    assert made.float().weights.dtype == torch.float64
-    assert made.half().weights.dtype == torch.float64
-    assert made.counts.dtype == torch.int64
-
-
 def test_nothing_of_the_tree_is_saved() -> None:
     assert not built(65, 7).state_dict()

@@ -84,7 +84,7 @@ class _GaussianMap(FeatureMap):
         return torch.exp(self._log_scale(x) + self._log_scale(y) + self.nu * _dot(x, y))
 
     def _log_scale(self, x: Tensor) -> Tensor:
-        return -0.5 * self.nu * x.square().sum(-1)
+        return -0.5 * self.nu * torch.linalg.vecdot(x, x)
 
 
 class _ExponentialMap(FeatureMap):

@@ -108,10 +108,9 @@ class SoftmaxHead(nn.Module):
         self.rebuild_every = rebuild_every or max(1000, num_classes // 100)
         self.weight = nn.Parameter(torch.randn(num_classes, dim) / math.sqrt(dim))
         if sampler is None or isinstance(sampler, str):
-            options: dict[str, Any] = (
-                {} if sampler else {"num_features": 128, "anchor": True, "absolute": loss == "absolute"}
-            )
-            sampler = make_sampler(sampler or "orf", num_classes=num_classes, dim=dim, tau=tau, **options)
+            options: dict[str, Any] = {} if sampler else {"num_features": 128, "anchor": True}
+            options |= {"num_classes": num_classes, "dim": dim, "tau": tau, "absolute": loss == "absolute"}
+            sampler = make_sampler(sampler or "orf", **options)
         if sampler.num_classes not in (0, num_classes):
             raise ValueError(f"sampler: expected one for {num_classes} classes, got one for {sampler.num_classes}")
         if isinstance(sampler, KernelSampler) and sampler.feature_map.dim != dim:

@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,45 @@ from .tree import LEAF_ABSOLUTE, LEAF_QUADRATIC, MAX_UNIFORM, MIN_MASS, MIN_SHAR
 
 # Reassociation lets dot products use vector instructions; the flags that assume no NaN and no inf stay off.
 _compile = functools.partial(njit, cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
-# Below this many multiplications a second thread costs more than it saves.
-_MIN_WORK_PER_THREAD = 200_000
+_inline = functools.partial(_compile, inline="always")
+# A class that has grown since the rebuild counts for at most this much more than the largest then, lest sums overflow.
+MAX_LOG_FACTOR = 60.0
+# Ratios of successive terms of the series of sin(x)/x and cos(x), from the ninth down.
+_SINE_TERMS = tuple(1 / (2 * k * (2 * k + 1)) for k in range(9, 0, -1))
+_COSINE_TERMS = tuple(1 / (2 * k * (2 * k - 1)) for k in range(9, 0, -1))
+# Below this many multiplications waking a second thread costs more than it saves.
+_MIN_WORK_PER_THREAD = 1_000_000
+
+
+class FourierSettings(NamedTuple):
+    """The numbers of a `KernelSampler` with a Fourier map: leaf query = leaf_hidden h + leaf_centred (h - anchor)."""
+
+    nu: float
+    floor: float
+    leaf_hidden: float
+    leaf_centred: float
+    anchored: bool
+    tau: float
+    log_shift: float
+
+
+def fourier_query(
+    tree: Tree, hidden: Tensor, positions: Tensor, frequencies: Tensor, anchor: Tensor, settings: FourierSettings
+) -> Query:
+    """The query that `KernelSampler` makes with a Fourier map, in one pass for small batches."""
+    batch, width = len(hidden), 2 * len(frequencies)
+    query = Query(
+        hidden.new_empty(batch, width),
+        torch.empty(batch, dtype=torch.float64),
+        torch.empty_like(hidden),
+        positions,
+        hidden.new_empty(positions.shape),
+        torch.empty(positions.shape, dtype=torch.float64),
+    )
+    arrays = [t.numpy() for t in (hidden.contiguous(), frequencies, anchor, tree.rows, *query)]
+    cost = (1 + positions.shape[1]) * (frequencies.numel() + 16 * width)
+    _spread(lambda a, b: _fourier_query(*arrays, settings, a, b), batch, cost)
+    return query
 
 
 def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
@@ -41,15 +78,20 @@ def draw(tree: Tree, query: Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     positions = torch.empty(uniforms.shape, dtype=torch.int64)
     log_q = torch.empty(uniforms.shape, dtype=torch.float64)
     state, u, p, q = _arrays(tree, query), uniforms.numpy(), positions.numpy(), log_q.numpy()
-    _spread(lambda a, b: _draw(state, u, p, q, a, b), len(u), u.shape[1] * tree.depth * tree.sums.shape[1])
+    _spread(lambda a, b: _draw(state, u, p, q, a, b), len(u), u.shape[1] * _cost(tree))
     return positions, log_q
 
 
 def log_prob(tree: Tree, query: Query, positions: Tensor) -> tuple[Tensor, Tensor]:
     log_q = torch.empty(positions.shape, dtype=torch.float64)
     state, p, q = _arrays(tree, query), positions.contiguous().numpy(), log_q.numpy()
-    _spread(lambda a, b: _log_prob(state, p, q, a, b), len(p), p.shape[1] * tree.depth * tree.sums.shape[1])
+    _spread(lambda a, b: _log_prob(state, p, q, a, b), len(p), p.shape[1] * _cost(tree))
     return positions, log_q
+
+
+def _cost(tree: Tree) -> int:
+    """About how many multiplications it takes to walk one path and score its block."""
+    return tree.depth * tree.sums.shape[1] + tree.block_size * tree.rows.shape[1]
 
 
 def _arrays(tree: Tree, query: Query) -> tuple[Any, ...]:
@@ -81,8 +123,8 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 
 @_compile
 def _dot(x: np.ndarray, y: np.ndarray) -> float:
-    total = x[0] * y[0]
-    for i in range(1, x.shape[0]):
+    total = x[0] - x[0]  # a zero of their own type, so that the loop keeps all its elements and whole vectors
+    for i in range(x.shape[0]):
         total += x[i] * y[i]
     return total
 
@@ -130,6 +172,68 @@ def _renew(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, start: int
 
 
 @_compile
+def _cos_sin(angles: np.ndarray, cosines: np.ndarray, sines: np.ndarray, scale: float) -> None:
+    """scale x cos and sin of angles, exact to float64 and vectorised: series about multiples of pi/2."""
+    for i in range(angles.shape[0]):
+        turns = np.rint(angles[i] * (2 / np.pi))
+        x = angles[i] - turns * 1.5707963267341256 - turns * 6.077100506506192e-11
+        y = x * x
+        s, c = 1.0, 1.0
+        for k in range(9):
+            s = 1.0 - s * y * _SINE_TERMS[k]
+            c = 1.0 - c * y * _COSINE_TERMS[k]
+        s *= x
+        quarter = np.int64(turns) & 3
+        odd = (quarter & 1) == 1
+        cosine, sine = (s, c) if odd else (c, s)
+        cosines[i] = (-cosine if quarter == 1 or quarter == 2 else cosine) * scale
+        sines[i] = (-sine if quarter >= 2 else sine) * scale
+
+
+@_compile
+def _fourier_query(
+    hidden: np.ndarray,
+    frequencies: np.ndarray,
+    anchor: np.ndarray,
+    rows: np.ndarray,
+    features: np.ndarray,
+    floors: np.ndarray,
+    leaf: np.ndarray,
+    excluded: np.ndarray,
+    excluded_mass: np.ndarray,
+    excluded_weight: np.ndarray,
+    settings: FourierSettings,
+    start: int,
+    stop: int,
+) -> None:
+    num, scale = frequencies.shape[0], 1 / np.sqrt(frequencies.shape[0])
+    x, psi, angles = np.empty_like(hidden[0]), np.empty_like(features[0]), np.empty(num)
+    for b in range(start, stop):
+        for j in range(x.shape[0]):
+            x[j] = hidden[b, j] - anchor[j]
+            leaf[b, j] = settings.leaf_hidden * hidden[b, j] + settings.leaf_centred * x[j]
+        for i in range(num):
+            angles[i] = _dot(frequencies[i], x)
+        _cos_sin(angles, features[b, :num], features[b, num:], scale)
+        floors[b] = settings.floor * np.exp(-0.5 * settings.nu * _dot(x, x))
+        for e in range(excluded.shape[1]):
+            excluded_mass[b, e], excluded_weight[b, e] = 0.0, 0.0
+            if excluded[b, e] < 0:
+                continue
+            row = rows[excluded[b, e]]
+            for i in range(num):
+                angles[i] = _dot(frequencies[i], row)
+            _cos_sin(angles, psi[:num], psi[num:], scale)
+            log_scale, factor = -0.5 * settings.nu * _dot(row, row), 1.0
+            log_weight = log_scale
+            if settings.anchored:
+                log_weight = settings.tau * _dot(row, anchor) - settings.log_shift
+                factor = np.exp(min(log_weight - log_scale, MAX_LOG_FACTOR))
+            excluded_mass[b, e] = factor * _dot(features[b], psi)
+            excluded_weight[b, e] = np.exp(log_weight)
+
+
+@_compile
 def _excluded_leaves(excluded: np.ndarray, blocks: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """The leaf and the level of each excluded position; -1 has a level above every node and so no ancestor."""
     leaves, levels = np.zeros(excluded.shape[0], np.int64), np.full(excluded.shape[0], -1)
@@ -140,7 +244,7 @@ def _excluded_leaves(excluded: np.ndarray, blocks: int, block_size: int) -> tupl
     return leaves, levels
 
 
-@_compile
+@_inline
 def _mass(node: int, level: int, b: int, leaves: np.ndarray, leaf_levels: np.ndarray, state: tuple[Any, ...]) -> float:
     """The floored mass of a node for query b, as `tree._mass`."""
     phi, floor, _, _, excluded_mass, excluded_weight, sums, weights, counts, _, _, _, _ = state
@@ -158,9 +262,11 @@ def _mass(node: int, level: int, b: int, leaves: np.ndarray, leaf_levels: np.nda
     return max(max(score, least), MIN_MASS)
 
 
-@_compile
-def _block_logits(block: int, b: int, logits: np.ndarray, state: tuple[Any, ...]) -> tuple[int, float, float]:
-    """Fills `logits` for the members of a block; returns their number, the largest, and sum exp(logit - largest)."""
+@_inline
+def _block_logits(
+    block: int, b: int, logits: np.ndarray, masses: np.ndarray, state: tuple[Any, ...]
+) -> tuple[int, float, float]:
+    """Fills logits and masses, exp(logit - largest), of a block; returns their number, the largest logit, the sum."""
     _, _, queries, excluded, _, _, _, _, _, rows, offsets, block_size, leaf_rule = state
     start = block * block_size
     size = min(block_size, rows.shape[0] - start)
@@ -178,8 +284,8 @@ def _block_logits(block: int, b: int, logits: np.ndarray, state: tuple[Any, ...]
     for k in range(size):
         largest = max(largest, logits[k])
     for k in range(size):
-        if logits[k] > -np.inf:
-            total += np.exp(logits[k] - largest)
+        masses[k] = np.exp(logits[k] - largest) if logits[k] > -np.inf else 0.0
+        total += masses[k]
     return size, largest, total
 
 
@@ -194,7 +300,7 @@ def _draw(
 ) -> None:
     excluded, sums, block_size = state[3], state[6], state[11]
     blocks = sums.shape[0] // 2
-    u, logits = np.empty(uniforms.shape[1]), np.empty(block_size)
+    u, logits, masses = np.empty(uniforms.shape[1]), np.empty(block_size), np.empty(block_size)
     # Walking left first leaves at most one right child waiting per level: (node, level, first and last sample).
     stack, paths = np.empty((64, 4), np.int64), np.empty(64)
     for b in range(start, stop):
@@ -226,30 +332,30 @@ def _draw(
                     paths[waiting] = path + np.log(1 - p)
                     waiting += 1
                 node, path, last = 2 * node, path + np.log(p), middle
-            size, largest, total = _block_logits(node - blocks, b, logits, state)
+            size, largest, total = _block_logits(node - blocks, b, logits, masses, state)
             # Rounding may push a uniform past the end: it then means the last class that has any probability.
             end = size - 1
-            while np.exp(logits[end] - largest) == 0.0:
+            while masses[end] == 0.0:
                 end -= 1
-            k, cdf = 0, np.exp(logits[0] - largest)
+            k, cdf, path = 0, masses[0], path - largest - np.log(total)
             for i in range(first, last):
                 while k < end and u[i] * total >= cdf:
                     k += 1
-                    cdf += np.exp(logits[k] - largest)
+                    cdf += masses[k]
                 positions[b, i] = (node - blocks) * block_size + k
-                log_q[b, i] = path + logits[k] - largest - np.log(total)
+                log_q[b, i] = path + logits[k]
 
 
 @_compile
 def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, start: int, stop: int) -> None:
     excluded, sums, block_size = state[3], state[6], state[11]
     blocks = sums.shape[0] // 2
-    logits = np.empty(block_size)
+    logits, masses = np.empty(block_size), np.empty(block_size)
     for b in range(start, stop):
         leaves, leaf_levels = _excluded_leaves(excluded[b], blocks, block_size)
         for i in range(positions.shape[1]):
             block, place = divmod(positions[b, i], block_size)
-            _, largest, total = _block_logits(block, b, logits, state)
+            _, largest, total = _block_logits(block, b, logits, masses, state)
             log_q[b, i] = -np.inf
             if logits[place] == -np.inf:
                 continue

@@ -169,8 +169,8 @@ def gathered_logits(
     """Logits (B, P) of each row's own classes, ids (B, P); `sparse` as in F.embedding. See `streamed_logsumexp`."""
     queries = tau * hidden.to(_working_dtype(hidden, weight))
     vectors = _class_vectors(F.embedding(ids, weight, sparse=sparse), queries.dtype, normalize)
-    with _no_autocast(queries):
-        dots = (vectors @ queries[:, :, None])[:, :, 0]
+    # Not a batched product: its backward, run under autocast, would be in half precision.
+    dots = (vectors * queries[:, None]).sum(dim=-1)
     return dots.abs() if absolute else dots
 
 
@@ -270,7 +270,8 @@ def _drop_(logits: Tensor, exclude: Tensor, start: int) -> Tensor:
 
 def _softmax_loss(target_logit: Tensor, log_rest: Tensor) -> Tensor:
     """-o + log(e^o + e^rest) = softplus(rest - o): nothing cancels when o is large, and 0 for a rest of -inf."""
-    return -F.logsigmoid(target_logit - log_rest)
+    # Past the threshold softplus is the identity, to float64. logsigmoid wakes all threads for however few numbers.
+    return F.softplus(log_rest - target_logit, threshold=50.0)
 
 
 def _adjusted_logits(target_logit: Tensor, negative_logits: Tensor, log_q: Tensor) -> Tensor:
@@ -327,11 +328,14 @@ def _require(fits: bool, name: str, expected: str, got: object) -> None:
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, name, " or ".join(map(repr, choices)), repr(value))
+    if value in choices:
+        return
+    _require(False, name, " or ".join(map(repr, choices)), repr(value))
 
 
 def _check_shape(name: str, x: Tensor, fits: bool, expected: str) -> None:
-    _require(fits, name, f"shape {expected}", f"{tuple(x.shape)} of {x.dtype}")
+    if not fits:
+        _require(False, name, f"shape {expected}", f"{tuple(x.shape)} of {x.dtype}")
 
 
 def _check_float(name: str, x: Tensor) -> None:

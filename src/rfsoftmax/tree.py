@@ -63,12 +63,6 @@ class Tree(nn.Module):
         self.register_buffer("weights", torch.empty(0, dtype=torch.float64), persistent=False)
         self.register_buffer("counts", torch.empty(0, dtype=torch.int64), persistent=False)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Tree":
-        # `.float()` and `.half()` cast every floating buffer, but the weights are float64 by design.
-        super()._apply(fn, recurse)
-        self.weights = self.weights.double()
-        return self
-
     @property
     def num_classes(self) -> int:
         return self.rows.shape[0]

@@ -17,14 +17,24 @@ from ..features import (
 )
 from .base import DEFAULT_TAU, Sampler, Samples
 from .exact import ExactSampler
+from .in_batch import InBatchSampler
 from .kernel import KernelSampler
+from .lsh import LSHSampler
+from .midx import MIDXSampler
+from .mixture import MixtureSampler
+from .moment import MomentSampler
 from .static import LogUniformSampler, UniformSampler, UnigramSampler
 
 __all__ = [
     "DEFAULT_TAU",
     "ExactSampler",
+    "InBatchSampler",
     "KernelSampler",
+    "LSHSampler",
     "LogUniformSampler",
+    "MIDXSampler",
+    "MixtureSampler",
+    "MomentSampler",
     "Sampler",
     "Samples",
     "UniformSampler",
@@ -45,6 +55,11 @@ _OTHERS: dict[str, type[Sampler]] = {
     "log_uniform": LogUniformSampler,
     "unigram": UnigramSampler,
     "exact": ExactSampler,
+    "moment": MomentSampler,
+    "midx": MIDXSampler,
+    "lsh": LSHSampler,
+    "in_batch": InBatchSampler,
+    "mixture": MixtureSampler,
 }
 
 
@@ -55,21 +70,25 @@ def make_sampler(
     dim: int,
     tau: float = DEFAULT_TAU,
     counts: torch.Tensor | None = None,
+    absolute: bool = False,
     **options: Any,
 ) -> Sampler:
-    """The sampler `name`: uniform, log_uniform, unigram (needs counts), exact, or by the feature map of a KernelSampler
-    rff, orf, sorf, quadratic, maclaurin, positive.
+    """The sampler `name`: uniform, log_uniform, unigram (needs counts), exact, midx, lsh, in_batch, mixture (needs
+    samplers, or their names), or by the feature map of a KernelSampler rff, orf, sorf, quadratic, maclaurin, positive.
 
-    `options` are the keyword arguments of the sampler's class and, for kernel samplers, of its feature map:
-    num_features (D; 1024 if not given), nu (min(tau, ln(D) / 2) if not given, which keeps the relative noise of an
-    estimate at a right angle below 1), alpha, beta, generator.
+    `absolute` says that the loss is the absolute softmax. `options` are the keyword arguments of the sampler's class
+    and, for kernel samplers, of its feature map: num_features (D; 1024 if not given), nu (min(tau, ln(D) / 2) if not
+    given, which keeps the relative noise of an estimate at a right angle below 1), alpha, beta, generator.
     """
     if name not in _FEATURE_MAPS and name not in _OTHERS:
         raise ValueError(f"name: expected one of {', '.join([*_OTHERS, *_FEATURE_MAPS])}, got {name!r}")
-    given: dict[str, Any] = {"num_classes": num_classes, "dim": dim, "tau": tau, "counts": counts}
+    given: dict[str, Any] = {"num_classes": num_classes, "dim": dim, "tau": tau, "counts": counts, "absolute": absolute}
     if name == "unigram" and (counts is None or len(counts) != num_classes):
         found = "None" if counts is None else f"{len(counts)}"
         raise ValueError(f"counts: expected {num_classes} class counts for unigram, got {found}")
+    if name == "mixture":
+        parts = options.pop("samplers", [])
+        given["samplers"] = [make_sampler(part, **given) if isinstance(part, str) else part for part in parts]
     if name in _OTHERS:
         return _OTHERS[name](**_arguments(name, [_OTHERS[name]], given, options)[0])
     if name != "quadratic":

@@ -1,5 +1,6 @@
 """What every sampler promises, and the checks and random numbers they share."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
@@ -38,10 +39,10 @@ class Sampler(nn.Module, ABC):
         self.stratified = stratified
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Sampler":
-        # Half precision is for the model around: sums and tables keep theirs, for log_q to be exact.
+        # Less precision is for the model around: sums and tables keep theirs, for log_q to be exact.
         def convert(t: Tensor) -> Tensor:
             converted = fn(t)
-            return t.to(converted.device) if converted.dtype in (torch.float16, torch.bfloat16) else converted
+            return t.to(converted.device) if converted.itemsize < t.itemsize else converted
 
         super()._apply(convert, recurse)
         return self
@@ -92,13 +93,10 @@ class Sampler(nn.Module, ABC):
     ) -> Samples:
         """`sample` without its checks; exclude is (B, E) int64, -1 for none, no class twice, or (1, 0) if shared."""
         rows = 1 if shared else len(hidden)
-        uniforms, places = sorted_uniforms(rows, num, self.stratified, generator, hidden.device)
+        uniforms, source = sorted_uniforms(rows, num, self.stratified, generator, hidden.device)
         with no_autocast(hidden.device):
             ids, log_q = self._draw(hidden, exclude, uniforms, generator, shared)
-        return Samples(
-            torch.empty_like(ids).scatter_(1, places, ids),
-            torch.empty_like(log_q, dtype=torch.float32).scatter_(1, places, log_q.float()),
-        )
+        return Samples(ids.gather(1, source), log_q.gather(1, source).float())
 
     @torch.no_grad()
     def log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor | None = None, shared: bool = False) -> Tensor:
@@ -152,14 +150,16 @@ class Sampler(nn.Module, ABC):
 def sorted_uniforms(
     rows: int, num: int, stratified: bool, generator: torch.Generator | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Ascending uniforms (rows, num), float64, and for each its place (rows, num) among the samples of its row."""
+    """Ascending uniforms (rows, num), float64, and which of them, (rows, num), is each sample of a row."""
     u = torch.rand(rows, num, dtype=torch.float64, generator=generator, device=device)
     if not stratified:
-        return u.sort(dim=1)
-    places = torch.arange(num, device=device)
-    u = ((u + places) / num).clamp_(max=1 - 2.0**-53)
+        u, places = u.sort(dim=1)
+        return u, places.argsort(dim=1)
+    strata = torch.arange(num, device=device)
+    # The factor is a little below 1 / num, as (num - 1 + u) / num may round to 1.
+    u = u.add_(strata).mul_((1 - 2.0**-52) / num)
     turn = torch.randint(num, (rows, 1), generator=generator, device=device)
-    return u, (places + turn) % num
+    return u, strata.add(turn).remainder_(num)
 
 
 def once_each(ids: Tensor) -> Tensor:
@@ -182,12 +182,17 @@ def check_ids(name: str, ids: Tensor, num_classes: int, lowest: int = 0) -> None
             raise ValueError(f"{name}: expected class ids in [{lowest}, {num_classes}), got {wrong}")
 
 
+def check_dim(name: str, matrix: Tensor, dim: int) -> None:
+    if matrix.shape[1] != dim:
+        raise ValueError(f"{name}: expected shape (rows, {dim}), got {tuple(matrix.shape)}")
+
+
 def check_matrix(name: str, matrix: Tensor, empty: bool = False) -> None:
     if not matrix.is_floating_point():
         raise TypeError(f"{name}: expected a floating dtype, got {matrix.dtype}")
     if matrix.dim() != 2 or not (empty or len(matrix)):
         raise ValueError(f"{name}: expected shape (rows, dim) with at least one row, got {tuple(matrix.shape)}")
     # One pass without a mask: a sum is finite unless a term is not (or all is near overflow: then look closely).
-    if not torch.isfinite(matrix.sum()) and not torch.isfinite(matrix).all():
+    if not math.isfinite(matrix.detach().sum()) and not torch.isfinite(matrix).all():
         row = int((~torch.isfinite(matrix).all(1)).nonzero()[0])
         raise ValueError(f"{name}: expected finite values, got NaN or inf in row {row}")

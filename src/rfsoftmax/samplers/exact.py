@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .base import DEFAULT_TAU, Sampler
+from .base import DEFAULT_TAU, Sampler, check_dim
 
 # Logits held at once, over all rows of the batch.
 _CHUNK_ELEMENTS = 1 << 24
@@ -31,14 +31,18 @@ class ExactSampler(Sampler):
         self.register_buffer("weight", torch.empty(0), persistent=False)
 
     def _rebuild(self, weight: Tensor) -> None:
+        if self.num_classes:
+            check_dim("weight", weight, self.weight.shape[1])
         self.num_classes = len(weight)
         self.weight = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
 
     def _update(self, ids: Tensor, rows: Tensor) -> None:
+        check_dim("rows", rows, self.weight.shape[1])
         self.weight[ids] = rows.to(self.weight.dtype)
 
     def _chunks(self, hidden: Tensor, exclude: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(first class, logits (B, chunk)) over all classes, -inf where excluded."""
+        check_dim("hidden", hidden, self.weight.shape[1])
         hidden = hidden.to(self.weight.dtype) * self.tau
         size = max(1, _CHUNK_ELEMENTS // len(hidden))
         for start in range(0, self.num_classes, size):
@@ -55,10 +59,14 @@ class ExactSampler(Sampler):
         exclude = exclude.expand(len(hidden), -1)
         fits = len(hidden) * self.num_classes <= _CHUNK_ELEMENTS
         chunks = list(self._chunks(hidden, exclude)) if fits else None
-        parts = [logits.logsumexp(1) for _, logits in chunks or self._chunks(hidden, exclude)]
-        log_z = torch.stack(parts).logsumexp(0).unsqueeze(1)
+        peaks, masses = zip(
+            *(_peak_and_mass(logits) for _, logits in chunks or self._chunks(hidden, exclude)), strict=True
+        )
+        # The peak first, then the log of what is left of Z: large logits lose no digits to a large log Z.
+        peak = torch.stack(peaks).amax(0)
+        log_mass = sum(mass * (top - peak).exp() for top, mass in zip(peaks, masses, strict=True)).log()
         for start, logits in chunks or self._chunks(hidden, exclude):
-            log_q = logits.sub_(log_z)
+            log_q = logits.sub_(peak).sub_(log_mass)
             yield start, log_q.logsumexp(0, keepdim=True) - math.log(len(hidden)) if shared else log_q
 
     def _draw(
@@ -87,3 +95,9 @@ class ExactSampler(Sampler):
             here = chunk.gather(1, (ids - start).clamp(0, chunk.shape[1] - 1)).double()
             log_q = torch.where(inside, here, log_q)
         return log_q
+
+
+def _peak_and_mass(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit (B, 1), finite even if all are -inf, and the sum of exp(logit - largest) (B, 1)."""
+    peak = logits.amax(1, keepdim=True).clamp(min=torch.finfo(logits.dtype).min)
+    return peak, (logits - peak).exp_().sum(1, keepdim=True)

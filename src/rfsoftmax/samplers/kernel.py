@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import kernels, tree
-from ..features import FeatureMap, Quadratic
-from .base import DEFAULT_TAU, Sampler
+from ..features import FeatureMap, OrthogonalFourier, Quadratic, RandomFourier
+from .base import DEFAULT_TAU, Sampler, check_dim
 
 Leaf = Literal["exact", "kernel"]
 Backend = Literal["auto", "torch", "numba"]
@@ -85,26 +85,27 @@ class KernelSampler(Sampler):
         self.register_buffer("position", torch.empty(0, dtype=torch.int64), persistent=False)
 
     def _rebuild(self, weight: Tensor) -> None:
-        self._check_dim("weight", weight)
+        check_dim("weight", weight, self.feature_map.dim)
         rows = weight.to(self.anchor)
         keep = self.keep_order and len(self.order) == len(rows)
-        if not keep:
+        if self.anchored and not keep:
             self.anchor.copy_(self.query_mean)
         log_weight = self.tau * (rows @ self.anchor)
-        self.log_shift = float(log_weight.max())
+        # The largest psi has factor 1: large weights and long vectors overflow nothing.
+        self.log_shift = float((log_weight - self.feature_map.log_scale(rows)).max())
         if not keep:
             by_weight = log_weight.argsort(descending=True, stable=True)
             self.order = by_weight if self.anchored else torch.arange(len(rows), device=rows.device)
         self.keep_order = False
-        self.position = torch.empty_like(self.order).scatter_(
-            0, self.order, torch.arange(len(rows), device=rows.device)
-        )
+        # Class i stands at position[i]; the last entry sends -1, no class, to -1, no position.
+        self.position = self.order.new_full((len(rows) + 1,), -1)
+        self.position[self.order] = torch.arange(len(rows), device=rows.device)
         rows = rows[self.order]
         self.tree.build(rows, self._offsets(rows), self._class_features, self.feature_map.width)
         self.num_classes = len(rows)
 
     def _update(self, ids: Tensor, rows: Tensor) -> None:
-        self._check_dim("rows", rows)
+        check_dim("rows", rows, self.feature_map.dim)
         positions, rows, walk = self.position[ids], rows.to(self.tree.rows), self._walk()
         step = max(1, tree.CACHED_ELEMENTS // self.feature_map.width)
         for some, new in zip(positions.split(step), rows.split(step), strict=True):
@@ -117,7 +118,7 @@ class KernelSampler(Sampler):
     def _draw(
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
     ) -> tuple[Tensor, Tensor]:
-        self._check_dim("hidden", hidden)
+        check_dim("hidden", hidden, self.feature_map.dim)
         query = self._query(hidden, exclude, shared)
         if self.anchored and self.training:
             self._observe(hidden)
@@ -125,7 +126,7 @@ class KernelSampler(Sampler):
         return self.order[positions], log_q
 
     def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:
-        self._check_dim("hidden", hidden)
+        check_dim("hidden", hidden, self.feature_map.dim)
         query = self._query(hidden, exclude, shared)
         positions = self.position[ids]
         if 2 * ids.shape[1] * self.tree.depth < 2 * self.tree.num_blocks:
@@ -156,7 +157,8 @@ class KernelSampler(Sampler):
         if not self.anchored:
             return phi, log_scale.double().exp()
         log_weight = self.tau * (rows @ self.anchor) - self.log_shift
-        return phi * (log_weight - log_scale).exp().unsqueeze(-1), log_weight.double().exp()
+        log_factor = (log_weight - log_scale).clamp_(max=kernels.MAX_LOG_FACTOR)
+        return phi * log_factor.exp().unsqueeze(-1), log_weight.double().exp()
 
     def _offsets(self, rows: Tensor) -> Tensor:
         """What the leaf rule adds to a class's logit (k,): nothing, but for the scale that its own kernel gives it."""
@@ -174,19 +176,26 @@ class KernelSampler(Sampler):
 
     def _query(self, hidden: Tensor, exclude: Tensor, shared: bool) -> tree.Query:
         hidden = hidden.to(self.tree.rows)
+        positions = self.position[exclude]
+        if not shared and isinstance(self.feature_map, RandomFourier | OrthogonalFourier) and self._walk() is kernels:
+            frequencies, settings = self.feature_map.frequencies, self._settings(self.feature_map.nu)
+            return kernels.fourier_query(self.tree, hidden, positions, frequencies, self.anchor, settings)
         batch = len(hidden)
-        centred = hidden - self.anchor if self.anchored else hidden
-        positions = torch.where(exclude < 0, -1, self.position[exclude]) if exclude.shape[1] else exclude
+        centred = hidden - self.anchor
         # One pass of the feature map serves the queries and the rows of what they exclude.
         rows = self.tree.rows[positions.flatten()]
         both = torch.cat([centred, rows]) if len(rows) else centred
         phi, log_scale = self.feature_map(both), self.feature_map.log_scale(both)
         psi, weight = self._weighted(rows, phi[batch:], log_scale[batch:])
-        mass = (psi.view(batch, exclude.shape[1], psi.shape[1]) @ phi[:batch].unsqueeze(-1)).squeeze(-1)
-        floor = self.floor * log_scale[:batch].double().exp()
+        phi, floor = phi[:batch], self.floor * log_scale[:batch].double().exp()
+        mass = torch.linalg.vecdot(psi.view(*positions.shape, -1), phi.unsqueeze(1)) if len(rows) else phi[:, :0]
         leaf = self._leaf_query(hidden, centred)
-        query = tree.Query(phi[:batch], floor, leaf, positions, mass, weight.view_as(mass))
+        query = tree.Query(phi, floor, leaf, positions, mass, weight.view_as(mass))
         return self._mixture(query) if shared else query
+
+    def _settings(self, nu: float) -> kernels.FourierSettings:
+        of_hidden, of_centred = (self.tau, 0.0) if self.leaf == "exact" else (self.tau, nu - self.tau)
+        return kernels.FourierSettings(nu, self.floor, of_hidden, of_centred, self.anchored, self.tau, self.log_shift)
 
     def _mixture(self, query: tree.Query) -> tree.Query:
         """One query for the whole batch: each row counts by its share phi(h_b) / Z_b, as the tree is linear in phi."""
@@ -200,10 +209,6 @@ class KernelSampler(Sampler):
         self.batches_seen += 1
         rate = max(1 / int(self.batches_seen), 0.01)
         self.query_mean.lerp_(hidden.to(self.query_mean).mean(0), rate)
-
-    def _check_dim(self, name: str, matrix: Tensor) -> None:
-        if matrix.shape[1] != self.feature_map.dim:
-            raise ValueError(f"{name}: expected shape (rows, {self.feature_map.dim}), got {tuple(matrix.shape)}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the saved order at its own length. The tree is not saved: the next rebuild keeps order and anchor."""

@@ -1,0 +1,76 @@
+"""The anchor: the mean of the queries seen, the weights it gives the classes and the order these put them in."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Sampler
+
+
+class AnchoredSampler(Sampler):
+    """A sampler that splits o_i = tau h.c_i at an anchor h_bar into tau h_bar.c_i + tau (h - h_bar).c_i.
+
+    The first part needs no approximation: it is the log of a class weight a_i = exp(tau h_bar.c_i). `_observe` follows
+    the mean of the queries. `_arrange`, at a rebuild, moves the anchor there and puts the classes in the order of their
+    weights, heaviest first, so that blocks of them are alike; in between both stay. A state_dict holds both, and the
+    first rebuild after loading one keeps them, so q is then as it was saved.
+
+    Without `anchored` the anchor stays 0, every weight 1 and the classes in the order of their ids.
+    """
+
+    anchor: Tensor  # (d,)
+    query_mean: Tensor  # (d,)
+    batches_seen: Tensor  # () int64
+    order: Tensor  # (n,) int64: the class at each position
+    position: Tensor  # (n + 1,) int64: the position of each class; the last sends -1, no class, to -1, no position
+
+    def __init__(self, dim: int, tau: float, stratified: bool, anchored: bool = True) -> None:
+        super().__init__(0, stratified)
+        self.dim = dim
+        self.tau = tau
+        self.anchored = anchored
+        self.keep_order = False
+        self.register_buffer("anchor", torch.zeros(dim))
+        self.register_buffer("query_mean", torch.zeros(dim))
+        self.register_buffer("batches_seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("order", torch.empty(0, dtype=torch.int64))
+        self.register_buffer("position", torch.empty(0, dtype=torch.int64), persistent=False)
+
+    def _arrange(self, weight: Tensor) -> Tensor:
+        """A copy of the rows of weight (n, d) in the order of positions, after moving anchor and order if they may."""
+        self._check_dim("weight", weight)
+        rows = weight.to(self.anchor)
+        ids = torch.arange(len(rows), device=rows.device)
+        if not self.keep_order or len(self.order) != len(rows):
+            self.anchor.copy_(self.query_mean)
+            self.order = self._log_weight(rows).argsort(descending=True, stable=True) if self.anchored else ids
+        self.keep_order = False
+        self.position = self.order.new_full((len(rows) + 1,), -1)
+        self.position[self.order] = ids
+        return rows[self.order]
+
+    def _log_weight(self, rows: Tensor) -> Tensor:
+        """log a_i (k,) of rows (k, d)."""
+        return self.tau * (rows @ self.anchor)
+
+    def _observe(self, hidden: Tensor) -> None:
+        """In training, move the mean of queries: that of all at first, of about the last hundred batches later."""
+        if not (self.anchored and self.training):
+            return
+        self.batches_seen += 1
+        rate = max(1 / int(self.batches_seen), 0.01)
+        self.query_mean.lerp_(hidden.to(self.query_mean).mean(0), rate)
+
+    def _check_dim(self, name: str, matrix: Tensor) -> None:
+        if matrix.shape[1] != self.dim:
+            raise ValueError(f"{name}: expected shape (rows, {self.dim}), got {tuple(matrix.shape)}")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Take the saved order at its own length. Sums are not saved: the next rebuild keeps order and anchor."""
+        saved = state_dict.get(prefix + "order")
+        if saved is not None:
+            self.order = torch.empty_like(saved, device=self.order.device)
+            self.keep_order = True
+            self.num_classes = 0
+        super()._load_from_state_dict(state_dict, prefix, *rest)
