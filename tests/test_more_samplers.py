@@ -231,6 +231,10 @@ def test_an_inverted_cdf_never_gives_a_place_without_mass() -> None:
     assert place.tolist() == [[1, 1, 4, 4, 4]]
     assert ((left >= 0) & (left < 1)).all()
     torch.testing.assert_close(left[0, 1], torch.tensor(2 / 3, dtype=torch.float64))
+    # The last uniform times a total may round to the total.
+    mass = F.pad(torch.rand(1000, 1, dtype=torch.float64, generator=seeded(0)), (1, 1))
+    assert (u[:, -1:] * mass.sum(1, keepdim=True) == mass.sum(1, keepdim=True)).any()
+    assert (midx.invert_cdf(mass, u.repeat(1000, 1))[0] == 1).all()
 
 
 # MIDX
@@ -361,6 +365,17 @@ def test_uniforms_at_the_ends_draw_classes_with_probability() -> None:
             ids, log_q = sampler._draw(hidden, exclude, ends, None, False)
             assert (ids == left).all()
             assert log_q.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("of", [TestMIDX(), TestLSH(), TestMixture()], ids=["midx", "lsh", "mixture"])
+def test_a_built_sampler_that_is_loaded_asks_for_a_rebuild(of: SamplerContract) -> None:
+    options = list(of.variants.values())[-1]
+    sampler, weight, hidden = of.settled(5, options)
+    sampler.load_state_dict(of.settled(5, options)[0].state_dict())
+    with pytest.raises(RuntimeError, match=f"^{type(sampler).__name__} knows no classes yet"):
+        sampler.sample(hidden, 3)
+    sampler.rebuild(weight)
+    assert sampler.sample(hidden, 3).ids.shape == (4, 3)
 
 
 # LSH

@@ -29,7 +29,7 @@ MAX_LOG_FACTOR = 60.0
 _SINE_TERMS = tuple(1 / (2 * k * (2 * k + 1)) for k in range(9, 0, -1))
 _COSINE_TERMS = tuple(1 / (2 * k * (2 * k - 1)) for k in range(9, 0, -1))
 # Below this many multiplications waking a second thread costs more than it saves.
-_MIN_WORK_PER_THREAD = 1_000_000
+_MIN_WORK_PER_THREAD = 400_000
 
 
 class FourierSettings(NamedTuple):

@@ -55,7 +55,7 @@ def _draw(
         for k in range(block_masses.shape[1]):
             all_mass += block_masses[b, k]
         # Rounding may push a uniform past the end: it then means the last block, or class, that has any mass.
-        while block_masses[b, end] == 0.0:
+        while end > 0 and block_masses[b, end] == 0.0:
             end -= 1
         block, before, cdf, first = 0, 0.0, np.float64(block_masses[b, 0]), 0
         while first < num:
@@ -64,7 +64,7 @@ def _draw(
                 before = cdf
                 cdf += block_masses[b, block]
             last, mass = first, block_masses[b, block]
-            while last < num and (block == end or uniforms[b, last] * all_mass < cdf):
+            while last < num and not (block < end and uniforms[b, last] * all_mass >= cdf):
                 u[last] = min(max(uniforms[b, last] * all_mass - before, 0.0) / mass, MAX_UNIFORM)
                 last += 1
             size, largest, total = _block_logits(block, b, logits, masses, state)
@@ -80,7 +80,7 @@ def _draw(
 def _places(u: np.ndarray, masses: np.ndarray, total: float, places: np.ndarray) -> None:
     """The places in masses (b,) of sorted uniforms u (k,)."""
     k, cdf, end = 0, masses[0], masses.shape[0] - 1
-    while masses[end] == 0.0:
+    while end > 0 and masses[end] == 0.0:
         end -= 1
     for i in range(u.shape[0]):
         while k < end and u[i] * total >= cdf:

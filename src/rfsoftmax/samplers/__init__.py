@@ -73,8 +73,9 @@ def make_sampler(
     absolute: bool = False,
     **options: Any,
 ) -> Sampler:
-    """The sampler `name`: uniform, log_uniform, unigram (needs counts), exact, midx, lsh, in_batch, mixture (needs
-    samplers, or their names), or by the feature map of a KernelSampler rff, orf, sorf, quadratic, maclaurin, positive.
+    """The sampler `name`: uniform, log_uniform, unigram (needs counts), exact, moment, midx, lsh, in_batch, mixture
+    (needs samplers, or their names), or by the feature map of a KernelSampler rff, orf, sorf, quadratic, maclaurin,
+    positive.
 
     `absolute` says that the loss is the absolute softmax. `options` are the keyword arguments of the sampler's class
     and, for kernel samplers, of its feature map: num_features (D; 1024 if not given), nu (min(tau, ln(D) / 2) if not

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Sampler
+from .base import Sampler, check_dim
 
 
 class AnchoredSampler(Sampler):
@@ -39,12 +39,14 @@ class AnchoredSampler(Sampler):
 
     def _arrange(self, weight: Tensor) -> Tensor:
         """A copy of the rows of weight (n, d) in the order of positions, after moving anchor and order if they may."""
-        self._check_dim("weight", weight)
+        check_dim("weight", weight, self.dim)
         rows = weight.to(self.anchor)
         ids = torch.arange(len(rows), device=rows.device)
         if not self.keep_order or len(self.order) != len(rows):
-            self.anchor.copy_(self.query_mean)
-            self.order = self._log_weight(rows).argsort(descending=True, stable=True) if self.anchored else ids
+            self.order = ids
+            if self.anchored:
+                self.anchor.copy_(self.query_mean)
+                self.order = self._log_weight(rows).argsort(descending=True, stable=True)
         self.keep_order = False
         self.position = self.order.new_full((len(rows) + 1,), -1)
         self.position[self.order] = ids
@@ -61,10 +63,6 @@ class AnchoredSampler(Sampler):
         self.batches_seen += 1
         rate = max(1 / int(self.batches_seen), 0.01)
         self.query_mean.lerp_(hidden.to(self.query_mean).mean(0), rate)
-
-    def _check_dim(self, name: str, matrix: Tensor) -> None:
-        if matrix.shape[1] != self.dim:
-            raise ValueError(f"{name}: expected shape (rows, {self.dim}), got {tuple(matrix.shape)}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the saved order at its own length. Sums are not saved: the next rebuild keeps order and anchor."""

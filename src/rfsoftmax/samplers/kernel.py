@@ -100,7 +100,7 @@ class KernelSampler(Sampler):
         # Class i stands at position[i]; the last entry sends -1, no class, to -1, no position.
         self.position = self.order.new_full((len(rows) + 1,), -1)
         self.position[self.order] = torch.arange(len(rows), device=rows.device)
-        rows = rows[self.order]
+        rows = torch.index_select(rows, 0, self.order, out=tree.room(rows.shape, rows))
         self.tree.build(rows, self._offsets(rows), self._class_features, self.feature_map.width)
         self.num_classes = len(rows)
 

@@ -133,7 +133,7 @@ class MIDXSampler(Sampler):
         counts = self._counts()
         rows = first * (second @ counts.T)
         if shared:
-            factor = (first / (len(first) * rows.sum(1, keepdim=True))).T @ second
+            factor = (first / rows.sum(1, keepdim=True)).T @ second
             ones = torch.ones_like(first[:1])
             return _Masses(ones, ones, factor, (counts * factor).sum(1).unsqueeze(0))
         masses = _Masses(first, second, torch.ones_like(counts[:1, :1]).expand_as(counts), rows)

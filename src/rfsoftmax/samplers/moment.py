@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from .. import moment_kernels, tree
 from .anchor import AnchoredSampler
-from .base import DEFAULT_TAU
+from .base import DEFAULT_TAU, check_dim
 from .kernel import Backend
 
 # Below, the scores of all blocks are all the cost; above, a block takes as long as thousands of classes elsewhere.
@@ -25,16 +25,17 @@ class MomentSampler(AnchoredSampler):
 
         A_k = sum of a_i,   mu_k = sum of a_i c_i / A_k,   mass A_k exp(tau (h - h_bar).mu_k),
 
-    a lower bound of its true sum of exp(tau h.c_i), by Jensen's inequality, and equal to it where the block's classes
-    agree along h - h_bar: the first of their moments is exact, the error is about tau^2/2 times their variance. Masses
-    are positive, so there is no floor, and logs of sums of exponentials keep them in range. An excluded class leaves
-    A_k and mu_k, which are summed up anew for its block: b d multiplications, and nothing cancels.
+    a lower bound of its true sum of exp(tau h.c_i), by Jensen's inequality, too low by about half the variance of
+    tau (h - h_bar).c_i in the block, in logs. (That variance needs d^2 numbers a block; what a diagonal or a few shared
+    directions catch of it lowers the mean chi2 less than blocks of twice the size do.) Masses are positive: no floor;
+    logs of sums of exponentials keep them in range. A block with excluded classes is summed up anew without them:
+    b d multiplications, and nothing cancels.
 
     A query costs (n / b) d multiplications for the masses of all blocks and at most m b d inside those drawn, least at
-    b = sqrt(n / m). Blocks of more than one class only get better with their size, as what the centroids miss becomes
-    alike for all and cancels, so `block_size=None` takes twice that, between 8 and 1024, for a quarter more at most:
-    2.5 d sqrt(n m); m is `num_negatives`, the draws a query is to expect. `block_size=1` is the softmax itself, at its
-    full cost. An update sums up the blocks of its rows, b d each.
+    b = sqrt(n / m). But larger blocks have like errors, which cancel: on trained models chi2 only falls with b from 4
+    on. So `block_size=None` takes twice the cheapest, between 8 and 1024, for at most a quarter more: 2.5 d sqrt(n m),
+    where m is `num_negatives`, the draws that a query is to expect. `block_size=1` is the softmax itself, at its cost.
+    An update sums up the blocks of its rows, b d each.
 
     Shared draws take a block from the mixture of the rows' own P, and inside it the softmax of the mean query.
 
@@ -82,7 +83,7 @@ class MomentSampler(AnchoredSampler):
         self.num_classes = len(rows)
 
     def _update(self, ids: Tensor, rows: Tensor) -> None:
-        self._check_dim("rows", rows)
+        check_dim("rows", rows, self.dim)
         positions, rows = self.position[ids], rows.to(self.leaves.rows)
         self.leaves.rows[positions] = rows
         self.log_weight[positions] = self._log_weight(rows)
@@ -103,7 +104,7 @@ class MomentSampler(AnchoredSampler):
     def _draw(
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
     ) -> tuple[Tensor, Tensor]:
-        self._check_dim("hidden", hidden)
+        check_dim("hidden", hidden, self.dim)
         self._observe(hidden)
         walk = moment_kernels.draw if self._compiled() else draw
         queries = self._queries(hidden, exclude, shared, self._held(uniforms.shape[1]))
@@ -111,7 +112,7 @@ class MomentSampler(AnchoredSampler):
         return self.order[torch.cat([p for p, _ in parts])], torch.cat([q for _, q in parts])
 
     def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:
-        self._check_dim("hidden", hidden)
+        check_dim("hidden", hidden, self.dim)
         positions = self.position[ids]
         walk = moment_kernels.log_prob if self._compiled() else log_prob
         # The blocks of many ids cost more than all classes at once.
@@ -156,25 +157,21 @@ def default_block_size(num_classes: int, num_negatives: int) -> int:
 
 def draw(leaves: tree.Tree, query: tree.Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Positions (B, m) and log q (B, m), float64, for sorted uniforms (B, m), float64; features are log masses."""
-    mass = query.features.softmax(1).double()
-    blocks, u, path = _invert(mass, uniforms)
+    blocks, u, path = _invert(query.features.softmax(1).double(), uniforms)
     members, logits = tree._leaf_logits(leaves, query, leaves.num_blocks + blocks)
-    inside = logits.softmax(-1)
-    place, _, log_p = _invert(inside, u.unsqueeze(-1))
+    place, _, log_p = _invert(logits.softmax(-1), u.unsqueeze(-1))
     return members.gather(-1, place).squeeze(-1), path + log_p.squeeze(-1)
 
 
 def _invert(mass: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For uniforms u (..., m) the places in masses (..., K), what is left of the uniforms there, and log probability.
-
-    Rounding may push a uniform past the end: it then means the last place that has any mass.
-    """
+    """For uniforms u (..., m) the places in masses (..., K), what is left of u there, and the log probabilities."""
     cdf = mass.cumsum(-1)
     total = cdf[..., -1:]
-    inside = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-    place = torch.searchsorted(cdf, inside, right=True)
+    # u <= 1 - 2^-53, so that u * total < total also when rounded, and a place with mass lies above it.
+    scaled = u * total
+    place = torch.searchsorted(cdf, scaled, right=True)
     here, before = mass.gather(-1, place), F.pad(cdf, (1, 0)).gather(-1, place)
-    left = ((inside - before) / here).clamp_(0, tree.MAX_UNIFORM)
+    left = ((scaled - before) / here).clamp_(0, tree.MAX_UNIFORM)
     return place, left, (here / total).log()
 
 
