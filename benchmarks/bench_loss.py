@@ -1,7 +1,7 @@
 """Table 2 of the paper: wall time of the sampled softmax loss (batch 10, m = 10, d = 64), drawing included.
 
 Every row draws with another sampler and computes the loss of the same embeddings, without gradients. EXP is timed
-twice: as our streamed `exact` and as anyone would write it in torch (`exp, plain`); ratios are against the faster of the two.
+twice: as our streamed `exact` and as anyone would write it in torch (`exp, plain`); ratios are against the faster.
 """
 
 import argparse

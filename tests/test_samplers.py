@@ -571,6 +571,16 @@ def test_an_anchored_sampler_takes_vectors_of_any_length(backend: Backend) -> No
     assert torch.isfinite(sampler.sample(hidden, 20).log_q).all()
 
 
+def test_a_kernel_sampler_in_use_asks_for_a_rebuild_after_loading() -> None:
+    """Its tree is that of the frequencies, the anchor and the order it had before."""
+    sampler, weight, hidden = TestRandomFourier().settled(65, {"anchor": True})
+    sampler.load_state_dict(TestRandomFourier().settled(65, {"anchor": True, "seed": 1})[0].state_dict())
+    with pytest.raises(RuntimeError, match=r"^KernelSampler knows no classes yet: call rebuild\(weight\) first$"):
+        sampler.sample(hidden, 3)
+    sampler.rebuild(weight)
+    assert sampler.sample(hidden, 3).ids.shape == (4, 3)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tree import room
 from .base import Sampler, check_dim
 
 
@@ -50,7 +51,7 @@ class AnchoredSampler(Sampler):
         self.keep_order = False
         self.position = self.order.new_full((len(rows) + 1,), -1)
         self.position[self.order] = ids
-        return rows[self.order]
+        return torch.index_select(rows, 0, self.order, out=room(rows.shape, rows))
 
     def _log_weight(self, rows: Tensor) -> Tensor:
         """log a_i (k,) of rows (k, d)."""
