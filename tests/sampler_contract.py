@@ -24,7 +24,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor
 
-from rfsoftmax import KernelSampler, Sampler, Samples
+from rfsoftmax import Sampler, Samples
+from rfsoftmax.samplers.anchor import AnchoredSampler
 
 Options = dict[str, Any]
 
@@ -391,7 +392,7 @@ class SamplerContract(ABC):
             weight[ids] = rows
             sampler.update(torch.tensor(ids, dtype=torch.int64), rows)
         rebuilt = copy.deepcopy(sampler)
-        if isinstance(rebuilt, KernelSampler):
+        if isinstance(rebuilt, AnchoredSampler):
             rebuilt.keep_order = True  # a rebuild may move anchor and order, after which q is another
         rebuilt.rebuild(weight)
         exclude = torch.tensor([0, -1, n - 1, n // 2]) if n > 1 else None

@@ -915,7 +915,7 @@ def with_bad(value: float) -> Tensor:
         ({"rebuild_every": 0}, "rebuild_every: expected at least 1, got 0"),
         ({"sampler": "best"}, "name: expected one of uniform"),
         ({"sampler": rf.UniformSampler(36)}, "sampler: expected one for 37 classes, got one for 36"),
-        ({"sampler": small_rff(DIM + 1)}, "sampler: expected a feature map of dim 6, got one of dim 7"),
+        ({"sampler": small_rff(DIM + 1)}, "sampler: expected one of dim 6, got one of dim 7"),
     ],
 )
 def test_a_bad_option_is_named_at_construction(options: dict[str, Any], message: str) -> None:

@@ -1,6 +1,5 @@
 """MomentSampler under the contract of sampler_contract.py, against blocks of plain lists, then the laws of its own."""
 
-import copy
 import itertools
 import math
 import re
@@ -86,23 +85,6 @@ class TestMoment(SamplerContract):
             blocks, hidden, gone = blocks.mean(0, keepdim=True), hidden.mean(0, keepdim=True), [set()]
         inside = [naive_inside(sampler, weight, h, e) for h, e in zip(hidden, gone, strict=True)]
         return torch.tensor(inside, dtype=torch.float64) * blocks[:, sampler.position[:-1] // sampler.leaves.block_size]
-
-    def test_any_sequence_of_updates_equals_a_rebuild(self, options: Options) -> None:
-        """The contract's law; a rebuild may move the order, after which q is another, so here it is told to keep it."""
-        generator = seeded(0)
-        for n, updates in itertools.product((1, 2, 65, 300), (1, 4)):
-            sampler, weight, hidden = self.settled(n, options, torch.float64)
-            for _ in range(updates):
-                ids = torch.randperm(n, generator=generator)[: int(torch.randint(41, (), generator=generator))]
-                weight[ids] = torch.randn(len(ids), DIM, dtype=torch.float64, generator=generator)
-                sampler.update(ids, weight[ids])
-            rebuilt = copy.deepcopy(sampler)
-            rebuilt.keep_order = True
-            rebuilt.rebuild(weight)
-            exclude = torch.tensor([0, -1, n - 1, n // 2]) if n > 1 else None
-            assert_near(all_log_probs(sampler, hidden, exclude), all_log_probs(rebuilt, hidden, exclude))
-            found, drawn = (s.sample(hidden, 5, exclude, generator=seeded(1)) for s in (sampler, rebuilt))
-            assert torch.equal(found.ids, drawn.ids)
 
 
 def made(num_classes: int, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[MomentSampler, Tensor, Tensor]:

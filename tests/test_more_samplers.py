@@ -656,3 +656,11 @@ def test_a_mixture_by_name_wants_samplers() -> None:
         rf.make_sampler("mixture", num_classes=9, dim=DIM)
     with pytest.raises(ValueError, match=r"^name: expected one of .*, got 'softmax'$"):
         rf.make_sampler("mixture", num_classes=9, dim=DIM, samplers=["softmax"])
+
+
+@pytest.mark.parametrize("options", [{}, {"negatives": "shared"}, {"loss": "nce"}])
+def test_an_in_batch_sampler_learns_the_targets_of_its_head_in_every_mode(options: Options) -> None:
+    sampler = rf.InBatchSampler(50)
+    head = rf.SoftmaxHead(DIM, 50, sampler, 5, **options)
+    head(torch.randn(4, DIM, generator=seeded(0)), torch.tensor([7, 7, 7, 9]))
+    assert (sampler.seen + sampler.frequencies).nonzero().flatten().tolist() == [7, 9]

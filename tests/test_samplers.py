@@ -776,8 +776,8 @@ def test_nu_is_the_lesser_of_tau_and_half_the_log_of_num_features(tau: float, nu
             "softmax",
             {},
             ValueError,
-            "name: expected one of uniform, log_uniform, unigram, exact, rff, orf, sorf, quadratic, maclaurin, "
-            "positive, got 'softmax'",
+            "name: expected one of uniform, log_uniform, unigram, exact, moment, midx, lsh, in_batch, mixture, rff, "
+            "orf, sorf, quadratic, maclaurin, positive, got 'softmax'",
         ),
         ("unigram", {}, ValueError, "counts: expected 9 class counts for unigram, got None"),
         ("unigram", {"counts": torch.ones(8)}, ValueError, "counts: expected 9 class counts for unigram, got 8"),

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from . import losses
-from .samplers import DEFAULT_TAU, KernelSampler, Sampler, Samples, make_sampler
+from .samplers import DEFAULT_TAU, InBatchSampler, Sampler, Samples, make_sampler
+from .samplers.anchor import AnchoredSampler
 from .samplers.base import check_ids, check_matrix
 from .targets import Target, as_labels
 
@@ -113,8 +114,8 @@ class SoftmaxHead(nn.Module):
             sampler = make_sampler(sampler or "orf", **options)
         if sampler.num_classes not in (0, num_classes):
             raise ValueError(f"sampler: expected one for {num_classes} classes, got one for {sampler.num_classes}")
-        if isinstance(sampler, KernelSampler) and sampler.feature_map.dim != dim:
-            raise ValueError(f"sampler: expected a feature map of dim {dim}, got one of dim {sampler.feature_map.dim}")
+        if isinstance(sampler, AnchoredSampler) and sampler.dim != dim:
+            raise ValueError(f"sampler: expected one of dim {dim}, got one of dim {sampler.dim}")
         self.sampler = sampler
         # What the sampler has not seen yet: forwards whose rows may have moved since.
         self._visits: list[_Visit] = []
@@ -236,7 +237,9 @@ class SoftmaxHead(nn.Module):
     def _draw(self, queries: Tensor, labels: Tensor, generator: Generator | None) -> Samples:
         shared = self.negatives == "shared"
         if shared or self.loss == "nce":
-            # The noise of NCE may be the target too: its odds are against q over all classes.
+            # No label is kept out of a shared set, nor of NCE's noise, whose odds are against q over all classes.
+            if isinstance(self.sampler, InBatchSampler) and self.sampler.training:
+                self.sampler.observe(labels)
             labels = labels[: 1 if shared else None, :0]
         elif labels.shape[1] >= self.num_classes and bool(((labels >= 0).sum(1) >= self.num_classes).any()):
             raise ValueError(f"target: expected a class left for a negative in each row, got all {self.num_classes}")

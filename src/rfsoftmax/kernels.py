@@ -335,7 +335,7 @@ def _draw(
             size, largest, total = _block_logits(node - blocks, b, logits, masses, state)
             # Rounding may push a uniform past the end: it then means the last class that has any probability.
             end = size - 1
-            while masses[end] == 0.0:
+            while end > 0 and masses[end] == 0.0:
                 end -= 1
             k, cdf, path = 0, masses[0], path - largest - np.log(total)
             for i in range(first, last):

@@ -2,21 +2,22 @@
 
 import math
 from types import ModuleType
-from typing import Any, Literal, final, get_args
+from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor
 
 from .. import kernels, tree
 from ..features import FeatureMap, OrthogonalFourier, Quadratic, RandomFourier
-from .base import DEFAULT_TAU, Sampler, check_dim
+from .anchor import AnchoredSampler
+from .base import DEFAULT_TAU, check_dim
 
 Leaf = Literal["exact", "kernel"]
 Backend = Literal["auto", "torch", "numba"]
 
 
 @final
-class KernelSampler(Sampler):
+class KernelSampler(AnchoredSampler):
     """q_i close to phi(h).psi(c_i), drawn in O(D log n) by a tree of sums of psi.
 
     - `block_size` classes share a leaf of the tree. Inside the drawn block `leaf="exact"` draws from the softmax of
@@ -36,12 +37,6 @@ class KernelSampler(Sampler):
     rule of the mean query inside a block.
     """
 
-    anchor: Tensor
-    query_mean: Tensor
-    batches_seen: Tensor
-    order: Tensor
-    position: Tensor
-
     def __init__(
         self,
         feature_map: FeatureMap,
@@ -55,7 +50,7 @@ class KernelSampler(Sampler):
         stratified: bool = True,
         backend: Backend = "auto",
     ) -> None:
-        super().__init__(0, stratified)
+        super().__init__(feature_map.dim, tau, stratified, anchor)
         if block_size < 1:
             raise ValueError(f"block_size: expected at least 1, got {block_size}")
         if not 0 < floor < math.inf:
@@ -70,37 +65,16 @@ class KernelSampler(Sampler):
             )
         self.feature_map = feature_map
         self.leaf = leaf
-        self.anchored = anchor
-        self.tau = tau
         self.absolute = absolute
         self.floor = floor
         self.backend = backend
         self.tree = tree.Tree(block_size, self._leaf_rule())
         self.log_shift = 0.0
-        self.keep_order = False
-        self.register_buffer("anchor", torch.zeros(feature_map.dim))
-        self.register_buffer("query_mean", torch.zeros(feature_map.dim))
-        self.register_buffer("batches_seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("order", torch.empty(0, dtype=torch.int64))
-        self.register_buffer("position", torch.empty(0, dtype=torch.int64), persistent=False)
 
     def _rebuild(self, weight: Tensor) -> None:
-        check_dim("weight", weight, self.feature_map.dim)
-        rows = weight.to(self.anchor)
-        keep = self.keep_order and len(self.order) == len(rows)
-        if self.anchored and not keep:
-            self.anchor.copy_(self.query_mean)
-        log_weight = self.tau * (rows @ self.anchor)
+        rows = self._arrange(weight)
         # The largest psi has factor 1: large weights and long vectors overflow nothing.
-        self.log_shift = float((log_weight - self.feature_map.log_scale(rows)).max())
-        if not keep:
-            by_weight = log_weight.argsort(descending=True, stable=True)
-            self.order = by_weight if self.anchored else torch.arange(len(rows), device=rows.device)
-        self.keep_order = False
-        # Class i stands at position[i]; the last entry sends -1, no class, to -1, no position.
-        self.position = self.order.new_full((len(rows) + 1,), -1)
-        self.position[self.order] = torch.arange(len(rows), device=rows.device)
-        rows = torch.index_select(rows, 0, self.order, out=tree.room(rows.shape, rows))
+        self.log_shift = float((self._log_weight(rows) - self.feature_map.log_scale(rows)).max())
         self.tree.build(rows, self._offsets(rows), self._class_features, self.feature_map.width)
         self.num_classes = len(rows)
 
@@ -120,8 +94,7 @@ class KernelSampler(Sampler):
     ) -> tuple[Tensor, Tensor]:
         check_dim("hidden", hidden, self.feature_map.dim)
         query = self._query(hidden, exclude, shared)
-        if self.anchored and self.training:
-            self._observe(hidden)
+        self._observe(hidden)
         positions, log_q = self._walk().draw(self.tree, query, uniforms)
         return self.order[positions], log_q
 
@@ -156,7 +129,7 @@ class KernelSampler(Sampler):
     def _weighted(self, rows: Tensor, phi: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
         if not self.anchored:
             return phi, log_scale.double().exp()
-        log_weight = self.tau * (rows @ self.anchor) - self.log_shift
+        log_weight = self._log_weight(rows) - self.log_shift
         log_factor = (log_weight - log_scale).clamp_(max=kernels.MAX_LOG_FACTOR)
         return phi * log_factor.exp().unsqueeze(-1), log_weight.double().exp()
 
@@ -203,18 +176,3 @@ class KernelSampler(Sampler):
         phi = (share.to(query.features) * query.features).sum(0, keepdim=True)
         floor = (share.squeeze(1) * query.floor).sum(0, keepdim=True)
         return tree.Query(phi, floor, query.leaf.mean(0, keepdim=True), *(part[:1] for part in query[3:]))
-
-    def _observe(self, hidden: Tensor) -> None:
-        """The running mean of queries: of all at first, of about the last hundred batches later."""
-        self.batches_seen += 1
-        rate = max(1 / int(self.batches_seen), 0.01)
-        self.query_mean.lerp_(hidden.to(self.query_mean).mean(0), rate)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Take the saved order at its own length. The tree is not saved: the next rebuild keeps order and anchor."""
-        saved = state_dict.get(prefix + "order")
-        if saved is not None:
-            self.order = torch.empty_like(saved, device=self.order.device)
-            self.keep_order = True
-            self.num_classes = 0
-        super()._load_from_state_dict(state_dict, prefix, *rest)
