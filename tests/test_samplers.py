@@ -482,7 +482,7 @@ def test_the_torch_backend_runs_no_kernel_and_auto_does(monkeypatch: pytest.Monk
 
     weight, hidden = problem(300)
     twins = [name for name in vars(kernels) if hasattr(tree, name) and isfunction(getattr(kernels, name))]
-    for name in twins:
+    for name in [*twins, "fourier_query", "fourier_draw"]:
         monkeypatch.setattr(kernels, name, kernel)
     sampler = TestRandomFourier().make_sampler(300, backend="torch")
     sampler.rebuild(weight)

@@ -29,7 +29,11 @@ MAX_LOG_FACTOR = 60.0
 _SINE_TERMS = tuple(1 / (2 * k * (2 * k + 1)) for k in range(9, 0, -1))
 _COSINE_TERMS = tuple(1 / (2 * k * (2 * k - 1)) for k in range(9, 0, -1))
 # Below this many multiplications waking a second thread costs more than it saves.
-_MIN_WORK_PER_THREAD = 400_000
+_MIN_WORK_PER_THREAD = 1_000_000
+# Products of probabilities are turned into logs before they can underflow.
+_LEAST_PRODUCT = 1e-200
+# A score by subtraction is at least this share of what it was subtracted from, and its rounding error thus small.
+_LEAST_KEPT = 0.2
 
 
 class FourierSettings(NamedTuple):
@@ -45,22 +49,53 @@ class FourierSettings(NamedTuple):
 
 
 def fourier_query(
-    tree: Tree, hidden: Tensor, positions: Tensor, frequencies: Tensor, anchor: Tensor, settings: FourierSettings
+    tree: Tree, hidden: Tensor, excluded: Tensor, frequencies: Tensor, anchor: Tensor, settings: FourierSettings
 ) -> Query:
-    """The query that `KernelSampler` makes with a Fourier map, in one pass for small batches."""
+    """The query that `KernelSampler` makes with a Fourier map; excluded (B, E) are positions."""
     batch, width = len(hidden), 2 * len(frequencies)
     query = Query(
         hidden.new_empty(batch, width),
         torch.empty(batch, dtype=torch.float64),
         torch.empty_like(hidden),
-        positions,
-        hidden.new_empty(positions.shape),
-        torch.empty(positions.shape, dtype=torch.float64),
+        excluded,
+        hidden.new_empty(excluded.shape),
+        torch.empty(excluded.shape, dtype=torch.float64),
     )
-    arrays = [t.numpy() for t in (hidden.contiguous(), frequencies, anchor, tree.rows, *query)]
-    cost = (1 + positions.shape[1]) * (frequencies.numel() + 16 * width)
-    _spread(lambda a, b: _fourier_query(*arrays, settings, a, b), batch, cost)
+    source = (hidden.contiguous().numpy(), frequencies.numpy(), anchor.numpy())
+    state = _arrays(tree, query)
+    _spread(lambda a, b: _fourier_query(source, state, settings, a, b), batch, _query_cost(frequencies, excluded))
     return query
+
+
+def fourier_draw(
+    tree: Tree,
+    hidden: Tensor,
+    excluded: Tensor,
+    frequencies: Tensor,
+    anchor: Tensor,
+    settings: FourierSettings,
+    position: Tensor,
+    order: Tensor,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`draw` for `fourier_query` in one call, of classes: for small batches what lies between costs more than either.
+
+    Here excluded (B, E) are classes; `position` (n + 1,) and `order` (n,) lead from them to positions and back.
+    """
+    ids = torch.empty(uniforms.shape, dtype=torch.int64)
+    log_q = torch.empty(uniforms.shape, dtype=torch.float64)
+    source = (hidden.contiguous().numpy(), frequencies.numpy(), anchor.numpy())
+    classes = (excluded.contiguous().numpy(), position.numpy(), order.numpy())
+    nodes = (tree.sums.numpy(), tree.weights.numpy(), tree.counts.numpy())
+    leaves = (tree.rows.numpy(), tree.offsets.numpy(), tree.block_size, tree.leaf_rule)
+    u, i, q = uniforms.numpy(), ids.numpy(), log_q.numpy()
+    cost = _query_cost(frequencies, excluded) + u.shape[1] * _cost(tree)
+    _spread(lambda a, b: _fourier_draw(source, classes, nodes, leaves, settings, u, i, q, a, b), len(u), cost)
+    return ids, log_q
+
+
+def _query_cost(frequencies: Tensor, excluded: Tensor) -> int:
+    return (1 + excluded.shape[1]) * (frequencies.numel() + 32 * len(frequencies))
 
 
 def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
@@ -191,21 +226,41 @@ def _cos_sin(angles: np.ndarray, cosines: np.ndarray, sines: np.ndarray, scale: 
 
 
 @_compile
-def _fourier_query(
-    hidden: np.ndarray,
-    frequencies: np.ndarray,
-    anchor: np.ndarray,
-    rows: np.ndarray,
-    features: np.ndarray,
-    floors: np.ndarray,
-    leaf: np.ndarray,
-    excluded: np.ndarray,
-    excluded_mass: np.ndarray,
-    excluded_weight: np.ndarray,
+def _fourier_draw(
+    source: tuple[np.ndarray, ...],
+    classes: tuple[np.ndarray, ...],
+    nodes: tuple[np.ndarray, ...],
+    leaves: tuple[Any, ...],
     settings: FourierSettings,
+    uniforms: np.ndarray,
+    ids: np.ndarray,
+    log_q: np.ndarray,
     start: int,
     stop: int,
 ) -> None:
+    (hidden, frequencies, anchor), (excluded, position, order) = source, classes
+    size, num, dtype = stop - start, excluded.shape[1], hidden.dtype
+    positions = np.empty((size, num), np.int64)
+    for b in range(size):
+        for e in range(num):
+            positions[b, e] = position[excluded[start + b, e]]
+    features, leaf = np.empty((size, 2 * frequencies.shape[0]), dtype), np.empty((size, hidden.shape[1]), dtype)
+    query = (features, np.empty(size), leaf, positions, np.empty((size, num), dtype), np.empty((size, num)))
+    state = query + nodes + leaves
+    _fourier_query((hidden[start:stop], frequencies, anchor), state, settings, 0, size)
+    _draw(state, uniforms[start:stop], ids[start:stop], log_q[start:stop], 0, size)
+    for b in range(start, stop):
+        for i in range(ids.shape[1]):
+            ids[b, i] = order[ids[b, i]]
+
+
+@_compile
+def _fourier_query(
+    source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: FourierSettings, start: int, stop: int
+) -> None:
+    """Fills the parts of the query in state, except `excluded`, from source = hidden, frequencies, anchor."""
+    hidden, frequencies, anchor = source
+    features, floors, leaf, excluded, excluded_mass, excluded_weight, _, _, _, rows, _, _, _ = state
     num, scale = frequencies.shape[0], 1 / np.sqrt(frequencies.shape[0])
     x, psi, angles = np.empty_like(hidden[0]), np.empty_like(features[0]), np.empty(num)
     for b in range(start, stop):
@@ -245,21 +300,38 @@ def _excluded_leaves(excluded: np.ndarray, blocks: int, block_size: int) -> tupl
 
 
 @_inline
-def _mass(node: int, level: int, b: int, leaves: np.ndarray, leaf_levels: np.ndarray, state: tuple[Any, ...]) -> float:
-    """The floored mass of a node for query b, as `tree._mass`."""
-    phi, floor, _, _, excluded_mass, excluded_weight, sums, weights, counts, _, _, _, _ = state
-    mass, weight, count = 0.0, 0.0, 0
+def _floored(
+    node: int,
+    level: int,
+    left: float,
+    right: float,
+    b: int,
+    leaves: np.ndarray,
+    leaf_levels: np.ndarray,
+    state: tuple[Any, ...],
+) -> tuple[float, float]:
+    """The masses of both children of a node for query b, as `tree._mass`, from their scores; the level is theirs."""
+    _, floor, _, _, excluded_mass, excluded_weight, _, weights, counts, _, _, _, _ = state
+    all_left, all_right = weights[2 * node], weights[2 * node + 1]
+    weight_left, weight_right, count_left, count_right = all_left, all_right, 0, 0
     for e in range(leaves.shape[0]):
         up = leaf_levels[e] - level
-        if up >= 0 and (leaves[e] >> up) == node:
-            mass += excluded_mass[b, e]
-            weight += excluded_weight[b, e]
-            count += 1
-    if counts[node] == count:
-        return 0.0
-    score = np.float64(_dot(phi[b], sums[node])) - mass
-    least = floor[b] * max(weights[node] - weight, MIN_SHARE * weights[node])
-    return max(max(score, least), MIN_MASS)
+        if up >= 0 and (leaves[e] >> (up + 1)) == node:
+            if (leaves[e] >> up) & 1:
+                right -= excluded_mass[b, e]
+                weight_right -= excluded_weight[b, e]
+                count_right += 1
+            else:
+                left -= excluded_mass[b, e]
+                weight_left -= excluded_weight[b, e]
+                count_left += 1
+    left = max(max(left, floor[b] * max(weight_left, MIN_SHARE * all_left)), MIN_MASS)
+    right = max(max(right, floor[b] * max(weight_right, MIN_SHARE * all_right)), MIN_MASS)
+    if count_left and counts[2 * node] == count_left:
+        left = 0.0
+    if count_right and counts[2 * node + 1] == count_right:
+        right = 0.0
+    return left, right
 
 
 @_inline
@@ -298,24 +370,30 @@ def _draw(
     start: int,
     stop: int,
 ) -> None:
-    excluded, sums, block_size = state[3], state[6], state[11]
+    phi, excluded, sums, block_size = state[0], state[3], state[6], state[11]
     blocks = sums.shape[0] // 2
     u, logits, masses = np.empty(uniforms.shape[1]), np.empty(block_size), np.empty(block_size)
     # Walking left first leaves at most one right child waiting per level: (node, level, first and last sample).
-    stack, paths = np.empty((64, 4), np.int64), np.empty(64)
+    stack = np.empty((64, 4), np.int64)
+    # A node's probability is path x exp(log_path): one log a path, not one a level. A right child's score is its
+    # parent's less its sibling's, which spares half of the memory read, unless too much of `scored`, the last score
+    # that came from a sum itself, would cancel.
+    numbers = np.empty((64, 4))
     for b in range(start, stop):
         u[:] = uniforms[b]
         leaves, leaf_levels = _excluded_leaves(excluded[b], blocks, block_size)
-        stack[0, 0], stack[0, 1], stack[0, 2], stack[0, 3], paths[0] = 1, 0, 0, u.shape[0], 0.0
-        waiting = 1
-        while waiting:
-            waiting -= 1
-            node, level, first, last = stack[waiting]
-            path = paths[waiting]
+        score = np.float64(_dot(phi[b], sums[1]))
+        node, level, first, last, path, log_path, scored = 1, 0, 0, u.shape[0], 1.0, 0.0, score
+        waiting = 0
+        while True:
             while node < blocks:
                 level += 1
-                left = _mass(2 * node, level, b, leaves, leaf_levels, state)
-                right = _mass(2 * node + 1, level, b, leaves, leaf_levels, state)
+                score_left = np.float64(_dot(phi[b], sums[2 * node]))
+                score_right, scored_right = score - score_left, scored
+                if score_right < _LEAST_KEPT * scored or scored <= 0.0:
+                    score_right = np.float64(_dot(phi[b], sums[2 * node + 1]))
+                    scored_right = score_right
+                left, right = _floored(node, level, score_left, score_right, b, leaves, leaf_levels, state)
                 p = left / (left + right)
                 middle = first
                 while middle < last and u[middle] < p:
@@ -323,32 +401,40 @@ def _draw(
                     middle += 1
                 for i in range(middle, last):
                     u[i] = min((u[i] - p) / (1 - p), MAX_UNIFORM)
+                if path < _LEAST_PRODUCT:
+                    path, log_path = 1.0, log_path + np.log(path)
                 if middle == first:
-                    node, path = 2 * node + 1, path + np.log(1 - p)
+                    node, path, score, scored = 2 * node + 1, path * (1 - p), score_right, scored_right
                     continue
                 if middle < last:
                     stack[waiting, 0], stack[waiting, 1] = 2 * node + 1, level
                     stack[waiting, 2], stack[waiting, 3] = middle, last
-                    paths[waiting] = path + np.log(1 - p)
+                    numbers[waiting, 0], numbers[waiting, 1] = path * (1 - p), log_path
+                    numbers[waiting, 2], numbers[waiting, 3] = score_right, scored_right
                     waiting += 1
-                node, path, last = 2 * node, path + np.log(p), middle
+                node, path, last, score, scored = 2 * node, path * p, middle, score_left, score_left
             size, largest, total = _block_logits(node - blocks, b, logits, masses, state)
             # Rounding may push a uniform past the end: it then means the last class that has any probability.
             end = size - 1
             while end > 0 and masses[end] == 0.0:
                 end -= 1
-            k, cdf, path = 0, masses[0], path - largest - np.log(total)
+            k, cdf, log_path = 0, masses[0], log_path + np.log(path / total) - largest
             for i in range(first, last):
                 while k < end and u[i] * total >= cdf:
                     k += 1
                     cdf += masses[k]
                 positions[b, i] = (node - blocks) * block_size + k
-                log_q[b, i] = path + logits[k]
+                log_q[b, i] = log_path + logits[k]
+            if waiting == 0:
+                break
+            waiting -= 1
+            node, level, first, last = stack[waiting]
+            path, log_path, score, scored = numbers[waiting]
 
 
 @_compile
 def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, start: int, stop: int) -> None:
-    excluded, sums, block_size = state[3], state[6], state[11]
+    phi, excluded, sums, block_size = state[0], state[3], state[6], state[11]
     blocks = sums.shape[0] // 2
     logits, masses = np.empty(block_size), np.empty(block_size)
     for b in range(start, stop):
@@ -363,11 +449,11 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
             node = blocks + block
             level = _level(node)
             while node > 1:
-                mass = _mass(node, level, b, leaves, leaf_levels, state)
-                beside = _mass(node ^ 1, level, b, leaves, leaf_levels, state)
-                value += np.log(mass / (mass + beside))
-                node >>= 1
-                level -= 1
+                parent = node >> 1
+                left, right = np.float64(_dot(phi[b], sums[2 * parent])), np.float64(_dot(phi[b], sums[2 * parent + 1]))
+                left, right = _floored(parent, level, left, right, b, leaves, leaf_levels, state)
+                value += np.log((right if node & 1 else left) / (left + right))
+                node, level = parent, level - 1
             log_q[b, i] = value
 
 

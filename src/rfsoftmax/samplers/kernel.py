@@ -93,10 +93,14 @@ class KernelSampler(AnchoredSampler):
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
     ) -> tuple[Tensor, Tensor]:
         check_dim("hidden", hidden, self.feature_map.dim)
-        query = self._query(hidden, exclude, shared)
+        if shared or not self._is_fourier():
+            positions, log_q = self._walk().draw(self.tree, self._query(hidden, exclude, shared), uniforms)
+            ids = self.order[positions]
+        else:
+            query = self._fourier(hidden, exclude)
+            ids, log_q = kernels.fourier_draw(*query, self.position, self.order, uniforms)
         self._observe(hidden)
-        positions, log_q = self._walk().draw(self.tree, query, uniforms)
-        return self.order[positions], log_q
+        return ids, log_q
 
     def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:
         check_dim("hidden", hidden, self.feature_map.dim)
@@ -148,12 +152,9 @@ class KernelSampler(AnchoredSampler):
         return self.tau * (hidden - centred) + nu * centred
 
     def _query(self, hidden: Tensor, exclude: Tensor, shared: bool) -> tree.Query:
-        hidden = hidden.to(self.tree.rows)
-        positions = self.position[exclude]
-        if not shared and isinstance(self.feature_map, RandomFourier | OrthogonalFourier) and self._walk() is kernels:
-            frequencies, settings = self.feature_map.frequencies, self._settings(self.feature_map.nu)
-            return kernels.fourier_query(self.tree, hidden, positions, frequencies, self.anchor, settings)
-        batch = len(hidden)
+        if self._is_fourier() and not shared:
+            return kernels.fourier_query(*self._fourier(hidden, self.position[exclude]))
+        hidden, positions, batch = hidden.to(self.tree.rows), self.position[exclude], len(hidden)
         centred = hidden - self.anchor
         # One pass of the feature map serves the queries and the rows of what they exclude.
         rows = self.tree.rows[positions.flatten()]
@@ -166,9 +167,19 @@ class KernelSampler(AnchoredSampler):
         query = tree.Query(phi, floor, leaf, positions, mass, weight.view_as(mass))
         return self._mixture(query) if shared else query
 
-    def _settings(self, nu: float) -> kernels.FourierSettings:
-        of_hidden, of_centred = (self.tau, 0.0) if self.leaf == "exact" else (self.tau, nu - self.tau)
-        return kernels.FourierSettings(nu, self.floor, of_hidden, of_centred, self.anchored, self.tau, self.log_shift)
+    def _is_fourier(self) -> bool:
+        return isinstance(self.feature_map, RandomFourier | OrthogonalFourier) and self._walk() is kernels
+
+    def _fourier(
+        self, hidden: Tensor, excluded: Tensor
+    ) -> tuple[tree.Tree, Tensor, Tensor, Tensor, Tensor, kernels.FourierSettings]:
+        """What `kernels.fourier_query` takes, if `_is_fourier`."""
+        kind: RandomFourier = self.feature_map  # type: ignore[assignment]
+        of_centred = 0.0 if self.leaf == "exact" else kind.nu - self.tau
+        settings = kernels.FourierSettings(
+            kind.nu, self.floor, self.tau, of_centred, self.anchored, self.tau, self.log_shift
+        )
+        return self.tree, hidden.to(self.tree.rows), excluded, kind.frequencies, self.anchor, settings
 
     def _mixture(self, query: tree.Query) -> tree.Query:
         """One query for the whole batch: each row counts by its share phi(h_b) / Z_b, as the tree is linear in phi."""
