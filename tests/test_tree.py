@@ -30,14 +30,15 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=seeded(seed))
 
 
-def features(rows: Tensor) -> tuple[Tensor, Tensor]:
+def features(rows: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Any map will do: the tree knows nothing of where psi comes from."""
     return (rows @ random(DIM, WIDTH, seed=10).to(rows)).sin() + 0.3, 0.1 + rows.double().square().sum(1)
 
 
 def built(num_classes: int, block_size: int, rule: int = LEAF_LINEAR, dtype: torch.dtype = torch.float64) -> Tree:
     made = Tree(block_size, rule)
-    made.build(random(num_classes, DIM, seed=1).to(dtype), random(num_classes, seed=2).to(dtype), features, WIDTH)
+    rows, bias = random(num_classes, DIM, seed=1).to(dtype), random(num_classes, seed=2).to(dtype)
+    made.build(rows, bias, bias, features, WIDTH)
     return made
 
 
@@ -139,7 +140,7 @@ def test_changed_leaves_renewed_equal_a_new_build(n: int, b: int, twin: ModuleTy
         made.rows[positions] = rows
         twin.renew(made, positions)
         anew = Tree(b, LEAF_LINEAR)
-        anew.build(made.rows, made.offsets, features, WIDTH)
+        anew.build(made.rows, made.offsets, made.offsets, features, WIDTH)
         torch.testing.assert_close(made.sums[1:], anew.sums[1:])
         torch.testing.assert_close(made.weights[1:], anew.weights[1:])
         assert torch.equal(made.counts, anew.counts)

@@ -32,7 +32,7 @@ class _Visit(NamedTuple):
 
 @final
 class SoftmaxHead(nn.Module):
-    """The loss of classifying `hidden` among n classes, o_i = tau h.c_i, by sampled softmax at a cost free of n.
+    """The loss of classifying `hidden` among n classes, o_i = tau h.c_i + b_i, by sampled softmax at a cost free of n.
 
     In train() the loss is -o_t + log Z' over m sampled negatives, in eval() the exact -o_t + log Z, streamed over the
     classes. In plain PyTorch, up to the sampling:
@@ -41,6 +41,7 @@ class SoftmaxHead(nn.Module):
 
     - `sampler`: a `Sampler`, or a name for `make_sampler`; by default an anchored `KernelSampler` with 128 orthogonal
       frequencies and exact leaves of 64 classes.
+    - `bias` adds a learned b_i, 0 at first, to a class's logit. Samplers with an anchor follow it exactly.
     - `normalize` gives h and c_i unit length, as the paper does. tau is then the inverse temperature.
     - `negatives`: "per_example" draws m for each row; "shared" one set of m for the whole batch, which makes the logits
       one matrix product, with the row's own positives masked.
@@ -64,6 +65,7 @@ class SoftmaxHead(nn.Module):
         num_negatives: int | None = None,
         tau: float = DEFAULT_TAU,
         *,
+        bias: bool = False,
         normalize: bool = True,
         negatives: Negatives = "per_example",
         sparse: bool = True,
@@ -90,6 +92,8 @@ class SoftmaxHead(nn.Module):
         _check_choice("loss", loss, Loss)
         _check_choice("labels", labels, Labels)
         _check_choice("reduction", reduction, Reduction)
+        if bias and loss == "absolute":
+            raise ValueError("bias: expected False with loss='absolute', whose logits are |tau h.c_i|, got True")
         if update_every < 1:
             raise ValueError(f"update_every: expected at least 1, got {update_every}")
         if rebuild_every is not None and rebuild_every < 1:
@@ -108,6 +112,7 @@ class SoftmaxHead(nn.Module):
         self.update_every = update_every
         self.rebuild_every = rebuild_every or max(1000, num_classes // 100)
         self.weight = nn.Parameter(torch.randn(num_classes, dim) / math.sqrt(dim))
+        self.bias = nn.Parameter(torch.zeros(num_classes)) if bias else None
         if sampler is None or isinstance(sampler, str):
             options: dict[str, Any] = {} if sampler else {"num_features": 128, "anchor": True}
             options |= {"num_classes": num_classes, "dim": dim, "tau": tau, "absolute": loss == "absolute"}
@@ -179,7 +184,7 @@ class SoftmaxHead(nn.Module):
         """Build the sampler from the weight as it is now."""
         # The sampler's state outlives this call: tensors made in inference mode could not be updated outside it.
         with torch.inference_mode(False), torch.no_grad():
-            self.sampler.rebuild(F.normalize(self.weight, dim=1) if self.normalize else self.weight.detach())
+            self.sampler.rebuild(F.normalize(self.weight, dim=1) if self.normalize else self.weight.detach(), self.bias)
         self._forwards = 0
         # What still waits for its step will need an update after it; no older than a round, lest they pile up.
         self._visits = self._visits[self._num_moved() :][-self.rebuild_every :]
@@ -191,7 +196,12 @@ class SoftmaxHead(nn.Module):
 
     @property
     def _logit_kind(self) -> dict[str, Any]:
-        return {"tau": self.tau, "normalize": self.normalize, "absolute": self.loss == "absolute"}
+        return {
+            "bias": self.bias,
+            "tau": self.tau,
+            "normalize": self.normalize,
+            "absolute": self.loss == "absolute",
+        }
 
     def _queries(self, hidden: Tensor) -> Tensor:
         """hidden as (N, d), checked, in float32 or better, of unit length if so asked."""
@@ -258,7 +268,8 @@ class SoftmaxHead(nn.Module):
                 ids = torch.cat([visit.ids.to(self.weight.device) for visit in self._visits[:num_moved]]).unique()
                 rows = self.weight[ids]
                 _check_rows(rows, ids)
-                self.sampler.update(ids, F.normalize(rows, dim=1) if self.normalize else rows)
+                bias = None if self.bias is None else self.bias[ids]
+                self.sampler.update(ids, F.normalize(rows, dim=1) if self.normalize else rows, bias)
             del self._visits[:num_moved]
 
     def _num_moved(self) -> int:
@@ -267,18 +278,22 @@ class SoftmaxHead(nn.Module):
         Seen by the values: fused optimizers and those that write to `.data` leave the weight's version as it is. A
         visit that still waits for its step, as in gradient accumulation, is not to be forgotten.
         """
-        weight = self.weight.detach()
         for num, (_, witnesses, before) in reversed(list(enumerate(self._visits, 1))):
-            if not torch.equal(weight[witnesses.to(weight.device)], before.to(weight)):
+            if not torch.equal(self._witnessed(witnesses.to(self.weight.device)), before.to(self.weight)):
                 return num
         return 0
 
+    def _witnessed(self, ids: Tensor) -> Tensor:
+        rows = self.weight.detach()[ids]
+        return rows if self.bias is None else torch.cat([rows, self.bias.detach()[ids].unsqueeze(1)], 1)
+
     def _touch(self, ids: Tensor, labels: Tensor) -> None:
         self._forwards += 1
-        if self.weight.requires_grad and torch.is_grad_enabled():
+        trained = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        if trained and torch.is_grad_enabled():
             positives = labels[labels >= 0]
             witnesses = positives[:_NUM_WITNESSES]
-            visit = _Visit(torch.cat([ids.flatten(), positives]), witnesses, self.weight.detach()[witnesses])
+            visit = _Visit(torch.cat([ids.flatten(), positives]), witnesses, self._witnessed(witnesses))
             self._visits.append(visit)
 
     def get_extra_state(self) -> Tensor:

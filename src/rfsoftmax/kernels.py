@@ -49,7 +49,13 @@ class FourierSettings(NamedTuple):
 
 
 def fourier_query(
-    tree: Tree, hidden: Tensor, excluded: Tensor, frequencies: Tensor, anchor: Tensor, settings: FourierSettings
+    tree: Tree,
+    hidden: Tensor,
+    excluded: Tensor,
+    frequencies: Tensor,
+    anchor: Tensor,
+    bias: Tensor,
+    settings: FourierSettings,
 ) -> Query:
     """The query that `KernelSampler` makes with a Fourier map; excluded (B, E) are positions."""
     batch, width = len(hidden), 2 * len(frequencies)
@@ -61,7 +67,7 @@ def fourier_query(
         hidden.new_empty(excluded.shape),
         torch.empty(excluded.shape, dtype=torch.float64),
     )
-    source = (hidden.contiguous().numpy(), frequencies.numpy(), anchor.numpy())
+    source = (hidden.contiguous().numpy(), frequencies.numpy(), anchor.numpy(), bias.numpy())
     state = _arrays(tree, query)
     _spread(lambda a, b: _fourier_query(source, state, settings, a, b), batch, _query_cost(frequencies, excluded))
     return query
@@ -73,6 +79,7 @@ def fourier_draw(
     excluded: Tensor,
     frequencies: Tensor,
     anchor: Tensor,
+    bias: Tensor,
     settings: FourierSettings,
     position: Tensor,
     order: Tensor,
@@ -84,7 +91,7 @@ def fourier_draw(
     """
     ids = torch.empty(uniforms.shape, dtype=torch.int64)
     log_q = torch.empty(uniforms.shape, dtype=torch.float64)
-    source = (hidden.contiguous().numpy(), frequencies.numpy(), anchor.numpy())
+    source = (hidden.contiguous().numpy(), frequencies.numpy(), anchor.numpy(), bias.numpy())
     classes = (excluded.contiguous().numpy(), position.numpy(), order.numpy())
     nodes = (tree.sums.numpy(), tree.weights.numpy(), tree.counts.numpy())
     leaves = (tree.rows.numpy(), tree.offsets.numpy(), tree.block_size, tree.leaf_rule)
@@ -238,7 +245,7 @@ def _fourier_draw(
     start: int,
     stop: int,
 ) -> None:
-    (hidden, frequencies, anchor), (excluded, position, order) = source, classes
+    (hidden, frequencies, anchor, bias), (excluded, position, order) = source, classes
     size, num, dtype = stop - start, excluded.shape[1], hidden.dtype
     positions = np.empty((size, num), np.int64)
     for b in range(size):
@@ -247,7 +254,7 @@ def _fourier_draw(
     features, leaf = np.empty((size, 2 * frequencies.shape[0]), dtype), np.empty((size, hidden.shape[1]), dtype)
     query = (features, np.empty(size), leaf, positions, np.empty((size, num), dtype), np.empty((size, num)))
     state = query + nodes + leaves
-    _fourier_query((hidden[start:stop], frequencies, anchor), state, settings, 0, size)
+    _fourier_query((hidden[start:stop], frequencies, anchor, bias), state, settings, 0, size)
     _draw(state, uniforms[start:stop], ids[start:stop], log_q[start:stop], 0, size)
     for b in range(start, stop):
         for i in range(ids.shape[1]):
@@ -258,8 +265,8 @@ def _fourier_draw(
 def _fourier_query(
     source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: FourierSettings, start: int, stop: int
 ) -> None:
-    """Fills the parts of the query in state, except `excluded`, from source = hidden, frequencies, anchor."""
-    hidden, frequencies, anchor = source
+    """Fills the parts of the query in state, except `excluded`, from source = hidden, frequencies, anchor, bias."""
+    hidden, frequencies, anchor, bias = source
     features, floors, leaf, excluded, excluded_mass, excluded_weight, _, _, _, rows, _, _, _ = state
     num, scale = frequencies.shape[0], 1 / np.sqrt(frequencies.shape[0])
     x, psi, angles = np.empty_like(hidden[0]), np.empty_like(features[0]), np.empty(num)
@@ -279,11 +286,10 @@ def _fourier_query(
             for i in range(num):
                 angles[i] = _dot(frequencies[i], row)
             _cos_sin(angles, psi[:num], psi[num:], scale)
-            log_scale, factor = -0.5 * settings.nu * _dot(row, row), 1.0
-            log_weight = log_scale
-            if settings.anchored:
-                log_weight = settings.tau * _dot(row, anchor) - settings.log_shift
-                factor = np.exp(min(log_weight - log_scale, MAX_LOG_FACTOR))
+            log_scale = -0.5 * settings.nu * _dot(row, row)
+            log_weight = settings.tau * _dot(row, anchor) if settings.anchored else log_scale
+            log_weight += bias[excluded[b, e]] - settings.log_shift
+            factor = np.exp(min(log_weight - log_scale, MAX_LOG_FACTOR))
             excluded_mass[b, e] = factor * _dot(features[b], psi)
             excluded_weight[b, e] = np.exp(log_weight)
 

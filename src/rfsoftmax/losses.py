@@ -69,6 +69,7 @@ def full_softmax_loss(
     weight: Tensor,
     target: Tensor,
     *,
+    bias: Tensor | None = None,
     tau: float = 1.0,
     normalize: bool = False,
     absolute: bool = False,
@@ -81,7 +82,7 @@ def full_softmax_loss(
 
     In plain PyTorch, for target (B,), hidden (B, d), weight (n, d):
 
-        logits = tau * hidden @ (F.normalize(weight) if normalize else weight).T
+        logits = tau * hidden @ (F.normalize(weight) if normalize else weight).T + bias
         logits = logits.abs() if absolute else logits
         F.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
 
@@ -91,7 +92,7 @@ def full_softmax_loss(
     """
     _check_choice("reduction", reduction, _REDUCTIONS)
     _check_choice("labels", labels, _LABELS)
-    _check_embeddings(hidden, weight, chunk_size)
+    _check_embeddings(hidden, weight, bias, chunk_size)
     padding = ignore_index if target.ndim == 1 else -1
     target = _class_ids("target", target, hidden, weight, padding)
     mask = target != padding
@@ -99,10 +100,9 @@ def full_softmax_loss(
     # One cast for both terms, whose gradients then meet before they are rounded back.
     queries = tau * hidden.to(_working_dtype(hidden, weight))
     # The target first: backward then adds its few rows in place to the dense gradient of the log-sum-exp.
-    target_logit = gathered_logits(queries, weight, target.clamp(min=0), normalize=normalize, absolute=absolute)
-    log_rest = streamed_logsumexp(
-        queries, weight, exclude=target, normalize=normalize, absolute=absolute, chunk_size=chunk_size
-    )
+    kind: dict[str, Any] = {"bias": bias, "normalize": normalize, "absolute": absolute}
+    target_logit = gathered_logits(queries, weight, target.clamp(min=0), **kind)
+    log_rest = streamed_logsumexp(queries, weight, exclude=target, chunk_size=chunk_size, **kind)
     losses = _softmax_loss(target_logit, log_rest[:, None])
     return reduce(reduce_labels(losses, mask, labels), reduction, valid=mask.any(dim=1))
 
@@ -111,18 +111,19 @@ def streamed_logsumexp(
     hidden: Tensor,
     weight: Tensor,
     *,
+    bias: Tensor | None = None,
     exclude: Tensor | None = None,
     tau: float = 1.0,
     normalize: bool = False,
     absolute: bool = False,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """log sum_i e^{o_i} over the classes not excluded, o_i = tau h.c_i: the log of the paper's Z, or its Z_t.
+    """log sum_i e^{o_i} over the classes not excluded, o_i = tau h.c_i + b_i: the log of the paper's Z, or its Z_t.
 
-    hidden (B, d), weight (n, d) -> (B,). c_i is weight_i, of unit length if `normalize` (hidden is taken as it
-    is); `absolute` takes |o_i|, the loss of Quadratic. In plain PyTorch:
+    hidden (B, d), weight (n, d), bias (n,) or None -> (B,). c_i is weight_i, of unit length if `normalize` (hidden
+    is taken as it is); `absolute` takes |o_i|, the loss of Quadratic. In plain PyTorch:
 
-        logits = tau * hidden @ (F.normalize(weight) if normalize else weight).T
+        logits = tau * hidden @ (F.normalize(weight) if normalize else weight).T + bias
         logits[torch.arange(B), exclude] = -torch.inf
         torch.logsumexp(logits, dim=1)
 
@@ -130,13 +131,13 @@ def streamed_logsumexp(
     -inf and the gradient 0. Forward and backward each read the classes once, chunk_size at a time, and hold
     nothing larger than a chunk of logits beside the dense gradient of weight.
     """
-    _check_embeddings(hidden, weight, chunk_size)
+    _check_embeddings(hidden, weight, bias, chunk_size)
     if exclude is None:
         exclude = torch.empty(len(hidden), 0, dtype=torch.int64, device=hidden.device)
     exclude = _class_ids("exclude", exclude, hidden, weight, -1)
     queries = tau * hidden.to(_working_dtype(hidden, weight))
     chunk_size = chunk_size or _default_chunk_size(hidden)
-    lse: Tensor = _StreamedLogSumExp.apply(queries, weight, exclude, normalize, absolute, chunk_size)
+    lse: Tensor = _StreamedLogSumExp.apply(queries, weight, bias, exclude, normalize, absolute, chunk_size)
     return lse
 
 
@@ -144,16 +145,17 @@ def logit_chunks(
     hidden: Tensor,
     weight: Tensor,
     *,
+    bias: Tensor | None = None,
     tau: float = 1.0,
     normalize: bool = False,
     absolute: bool = False,
     chunk_size: int | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """(start, logits (B, up to chunk_size)) of the classes from start on; see `streamed_logsumexp`."""
-    _check_embeddings(hidden, weight, chunk_size)
+    _check_embeddings(hidden, weight, bias, chunk_size)
     queries = tau * hidden.to(_working_dtype(hidden, weight))
-    chunks = _class_chunks(weight, chunk_size or _default_chunk_size(hidden))
-    return ((start, _logits(queries, rows, normalize, absolute)) for start, rows in chunks)
+    chunks = _class_chunks(weight, bias, chunk_size or _default_chunk_size(hidden))
+    return ((start, _logits(queries, rows, added, normalize, absolute)) for start, rows, added in chunks)
 
 
 def gathered_logits(
@@ -161,6 +163,7 @@ def gathered_logits(
     weight: Tensor,
     ids: Tensor,
     *,
+    bias: Tensor | None = None,
     tau: float = 1.0,
     normalize: bool = False,
     absolute: bool = False,
@@ -170,8 +173,10 @@ def gathered_logits(
     queries = tau * hidden.to(_working_dtype(hidden, weight))
     vectors = _class_vectors(F.embedding(ids, weight, sparse=sparse), queries.dtype, normalize)
     # Not a batched product: its backward, run under autocast, would be in half precision.
-    dots = (vectors * queries[:, None]).sum(dim=-1)
-    return dots.abs() if absolute else dots
+    logits = (vectors * queries[:, None]).sum(dim=-1)
+    if bias is not None:
+        logits = logits + _gathered(bias, ids, sparse)
+    return logits.abs() if absolute else logits
 
 
 def shared_logits(
@@ -179,6 +184,7 @@ def shared_logits(
     weight: Tensor,
     ids: Tensor,
     *,
+    bias: Tensor | None = None,
     tau: float = 1.0,
     normalize: bool = False,
     absolute: bool = False,
@@ -186,7 +192,8 @@ def shared_logits(
 ) -> Tensor:
     """Logits (B, m) of the same classes for all rows, ids (m,), by one matrix product; else as `gathered_logits`."""
     queries = tau * hidden.to(_working_dtype(hidden, weight))
-    return _logits(queries, F.embedding(ids, weight, sparse=sparse), normalize, absolute)
+    added = None if bias is None else _gathered(bias, ids, sparse)
+    return _logits(queries, F.embedding(ids, weight, sparse=sparse), added, normalize, absolute)
 
 
 def reduce_labels(losses: Tensor, mask: Tensor, how: str) -> Tensor:
@@ -216,34 +223,46 @@ def reduce(loss: Tensor, reduction: str, *, valid: Tensor | None = None) -> Tens
 class _StreamedLogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, weight: Tensor, exclude: Tensor, normalize: bool, absolute: bool, chunk_size: int
+        ctx: Any,
+        queries: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        exclude: Tensor,
+        normalize: bool,
+        absolute: bool,
+        chunk_size: int,
     ) -> Tensor:
         # A finite first maximum: -inf - -inf never meets in a row whose classes are all excluded.
         top = queries.new_full((len(queries),), torch.finfo(queries.dtype).min)
         total = torch.zeros_like(top)
-        for start, rows in _class_chunks(weight, chunk_size):
-            logits = _drop_(_logits(queries, rows, normalize, absolute), exclude, start)
+        for start, rows, added in _class_chunks(weight, bias, chunk_size):
+            logits = _drop_(_logits(queries, rows, added, normalize, absolute), exclude, start)
             old_top, top = top, torch.maximum(top, logits.amax(dim=1))
             total = total * (old_top - top).exp() + logits.sub_(top[:, None]).exp_().sum(dim=1)
         lse = top + total.log()
-        ctx.save_for_backward(queries, weight, exclude, lse)
+        ctx.save_for_backward(queries, weight, bias, exclude, lse)
         ctx.normalize, ctx.absolute, ctx.chunk_size = normalize, absolute, chunk_size
         return lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        queries, weight, exclude, lse = ctx.saved_tensors
+        queries, weight, bias, exclude, lse = ctx.saved_tensors
         grad_queries = torch.zeros_like(queries) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         with _no_autocast(queries):
-            for start, rows in _class_chunks(weight, ctx.chunk_size):
+            for start, rows, added in _class_chunks(weight, bias, ctx.chunk_size):
                 vectors = _class_vectors(rows, queries.dtype, ctx.normalize)
-                dots = queries @ vectors.T
-                share = (dots.abs() if ctx.absolute else dots) - lse[:, None]
+                logits = queries @ vectors.T
+                if added is not None:
+                    logits += added
+                share = (logits.abs() if ctx.absolute else logits) - lse[:, None]
                 grad_dots = _drop_(share, exclude, start).exp_().mul_(grad[:, None])
                 if ctx.absolute:
-                    grad_dots.mul_(dots.sign_())
+                    grad_dots.mul_(logits.sign_())
+                if grad_bias is not None:
+                    grad_bias[start : start + len(rows)] = grad_dots.sum(dim=0)
                 if grad_queries is not None:
                     grad_queries.addmm_(grad_dots, vectors)
                 if grad_weight is not None:
@@ -251,7 +270,7 @@ class _StreamedLogSumExp(torch.autograd.Function):
                     if ctx.normalize:
                         grad_rows = _normalize_backward(grad_rows, rows, vectors)
                     grad_weight[start : start + len(rows)] = grad_rows
-        return grad_queries, grad_weight, None, None, None, None
+        return grad_queries, grad_weight, grad_bias, None, None, None, None
 
 
 def _normalize_backward(grad: Tensor, rows: Tensor, vectors: Tensor) -> Tensor:
@@ -289,10 +308,17 @@ def _adjusted_logits(target_logit: Tensor, negative_logits: Tensor, log_q: Tenso
     return adjusted.masked_fill(negative_logits == -torch.inf, -torch.inf)
 
 
-def _logits(queries: Tensor, rows: Tensor, normalize: bool, absolute: bool) -> Tensor:
+def _logits(queries: Tensor, rows: Tensor, bias: Tensor | None, normalize: bool, absolute: bool) -> Tensor:
     with _no_autocast(queries):
-        dots = queries @ _class_vectors(rows, queries.dtype, normalize).T
-    return dots.abs() if absolute else dots
+        logits = queries @ _class_vectors(rows, queries.dtype, normalize).T
+    if bias is not None:
+        logits = logits + bias
+    return logits.abs() if absolute else logits
+
+
+def _gathered(bias: Tensor, ids: Tensor, sparse: bool) -> Tensor:
+    """bias[ids], with a sparse gradient if so asked."""
+    return torch.gather(bias, 0, ids.flatten(), sparse_grad=sparse).view(ids.shape)
 
 
 def _class_vectors(rows: Tensor, dtype: torch.dtype, normalize: bool) -> Tensor:
@@ -300,8 +326,9 @@ def _class_vectors(rows: Tensor, dtype: torch.dtype, normalize: bool) -> Tensor:
     return F.normalize(rows, dim=-1, eps=_NORMALIZE_EPS) if normalize else rows
 
 
-def _class_chunks(weight: Tensor, chunk_size: int) -> Iterator[tuple[int, Tensor]]:
-    return ((start, weight[start : start + chunk_size]) for start in range(0, len(weight), chunk_size))
+def _class_chunks(weight: Tensor, bias: Tensor | None, size: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    for start in range(0, len(weight), size):
+        yield start, weight[start : start + size], None if bias is None else bias[start : start + size]
 
 
 def _default_chunk_size(hidden: Tensor) -> int:
@@ -348,12 +375,15 @@ def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     _check_shape(name, x, fits, f"broadcastable to {shape}")
 
 
-def _check_embeddings(hidden: Tensor, weight: Tensor, chunk_size: int | None) -> None:
+def _check_embeddings(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int | None) -> None:
     _check_float("hidden", hidden)
     _check_float("weight", weight)
     _check_shape("hidden", hidden, hidden.ndim == 2 and len(hidden) > 0, "(B, d) with B >= 1")
     fits = weight.ndim == 2 and len(weight) > 0 and weight.shape[1] == hidden.shape[1]
     _check_shape("weight", weight, fits, f"(n, d) with n >= 1, d = {hidden.shape[1]}")
+    if bias is not None:
+        _check_float("bias", bias)
+        _check_shape("bias", bias, bias.shape == weight.shape[:1], f"(n,) with n = {len(weight)}")
     _require(chunk_size is None or chunk_size > 0, "chunk_size", "at least 1", chunk_size)
 
 

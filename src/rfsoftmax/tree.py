@@ -78,9 +78,14 @@ class Tree(nn.Module):
         return (2 * self.num_blocks - 1).bit_length() - 1
 
     def build(
-        self, rows: Tensor, offsets: Tensor, features: Callable[[Tensor], tuple[Tensor, Tensor]], width: int
+        self,
+        rows: Tensor,
+        bias: Tensor,
+        offsets: Tensor,
+        features: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        width: int,
     ) -> None:
-        """Sums from all rows; `features` maps (k, d) rows to psi (k, W) and class weights (k,)."""
+        """Sums from all rows; `features` maps (k, d) rows and their bias (k,) to psi (k, W) and class weights (k,)."""
         n, b = rows.shape[0], self.block_size
         blocks = -(-n // b)
         if self.sums.shape != (2 * blocks, width) or self.sums.device != rows.device:
@@ -94,7 +99,7 @@ class Tree(nn.Module):
         step = max(1, CACHED_ELEMENTS // (width * b))
         for first in range(0, blocks, step):
             last = min(blocks, first + step)
-            psi, weight = features(rows[first * b : last * b])
+            psi, weight = features(rows[first * b : last * b], bias[first * b : last * b])
             block = torch.arange(len(psi), device=rows.device) // b
             self.sums[blocks + first : blocks + last] = psi.new_zeros(last - first, width).index_add_(0, block, psi)
             self.weights[blocks + first : blocks + last].index_add_(0, block, weight.double())

@@ -10,19 +10,20 @@ from .base import Sampler, check_dim
 
 
 class AnchoredSampler(Sampler):
-    """A sampler that splits o_i = tau h.c_i at an anchor h_bar into tau h_bar.c_i + tau (h - h_bar).c_i.
+    """A sampler that splits o_i = tau h.c_i + b_i at an anchor h_bar into tau h_bar.c_i + b_i + tau (h - h_bar).c_i.
 
-    The first part needs no approximation: it is the log of a class weight a_i = exp(tau h_bar.c_i). `_observe` follows
-    the mean of the queries. `_arrange`, at a rebuild, moves the anchor there and puts the classes in the order of their
-    weights, heaviest first, so that blocks of them are alike; in between both stay. A state_dict holds both, and the
-    first rebuild after loading one keeps them, so q is then as it was saved.
+    The first part needs no approximation: it is the log of a class weight a_i = exp(tau h_bar.c_i + b_i). `_observe`
+    follows the mean of the queries. `_arrange`, at a rebuild, moves the anchor there and puts the classes in the order
+    of their weights, heaviest first, so that blocks of them are alike; in between both stay. A state_dict holds both,
+    and the first rebuild after loading one keeps them, so q is then as it was saved.
 
-    Without `anchored` the anchor stays 0, every weight 1 and the classes in the order of their ids.
+    Without `anchored` the anchor stays 0, a weight is e^{b_i} and the classes keep the order of their ids.
     """
 
     anchor: Tensor  # (d,)
     query_mean: Tensor  # (d,)
     batches_seen: Tensor  # () int64
+    bias: Tensor  # (n,): b_i, in the order of positions
     order: Tensor  # (n,) int64: the class at each position
     position: Tensor  # (n + 1,) int64: the position of each class; the last sends -1, no class, to -1, no position
 
@@ -35,27 +36,29 @@ class AnchoredSampler(Sampler):
         self.register_buffer("anchor", torch.zeros(dim))
         self.register_buffer("query_mean", torch.zeros(dim))
         self.register_buffer("batches_seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("bias", torch.empty(0), persistent=False)
         self.register_buffer("order", torch.empty(0, dtype=torch.int64))
         self.register_buffer("position", torch.empty(0, dtype=torch.int64), persistent=False)
 
-    def _arrange(self, weight: Tensor) -> Tensor:
+    def _arrange(self, weight: Tensor, bias: Tensor) -> Tensor:
         """A copy of the rows of weight (n, d) in the order of positions, after moving anchor and order if they may."""
         check_dim("weight", weight, self.dim)
-        rows = weight.to(self.anchor)
+        rows, bias = weight.to(self.anchor), bias.to(self.anchor)
         ids = torch.arange(len(rows), device=rows.device)
         if not self.keep_order or len(self.order) != len(rows):
             self.order = ids
             if self.anchored:
                 self.anchor.copy_(self.query_mean)
-                self.order = self._log_weight(rows).argsort(descending=True, stable=True)
+                self.order = self._log_weight(rows, bias).argsort(descending=True, stable=True)
         self.keep_order = False
         self.position = self.order.new_full((len(rows) + 1,), -1)
         self.position[self.order] = ids
+        self.bias = bias[self.order]
         return torch.index_select(rows, 0, self.order, out=room(rows.shape, rows))
 
-    def _log_weight(self, rows: Tensor) -> Tensor:
-        """log a_i (k,) of rows (k, d)."""
-        return self.tau * (rows @ self.anchor)
+    def _log_weight(self, rows: Tensor, bias: Tensor) -> Tensor:
+        """log a_i (k,) of rows (k, d) with bias (k,)."""
+        return torch.addmv(bias, rows, self.anchor, alpha=self.tau)
 
     def _observe(self, hidden: Tensor) -> None:
         """In training, move the mean of queries: that of all at first, of about the last hundred batches later."""

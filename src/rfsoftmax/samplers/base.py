@@ -30,6 +30,8 @@ class Sampler(nn.Module, ABC):
     With `stratified` the m uniforms of a query are one from each of m equal strata, in an order that is uniformly
     random by rotation: every sample by itself still follows q, and the variance of Z' falls.
 
+    The logits are o_i = tau h.c_i + b_i. A sampler that takes no account of the biases b_i says so.
+
     `num_classes` is 0 until the first `rebuild` for samplers that learn it there.
     """
 
@@ -48,19 +50,21 @@ class Sampler(nn.Module, ABC):
         return self
 
     @torch.no_grad()
-    def rebuild(self, weight: Tensor) -> None:
-        """Start afresh from all class embeddings, weight (n, d)."""
+    def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Start afresh from all class embeddings, weight (n, d), and what the logits of the classes add, bias (n,)."""
         check_matrix("weight", weight)
+        bias = _checked_bias(bias, weight)
         if self.num_classes and weight.shape[0] != self.num_classes:
             raise ValueError(f"weight: expected {self.num_classes} rows, one a class, got {weight.shape[0]}")
         with no_autocast(weight.device):
-            self._rebuild(weight)
+            self._rebuild(weight, bias)
 
     @torch.no_grad()
-    def update(self, ids: Tensor, rows: Tensor) -> None:
-        """Take in that the embeddings of classes `ids` (k,), all different, are now `rows` (k, d)."""
+    def update(self, ids: Tensor, rows: Tensor, bias: Tensor | None = None) -> None:
+        """Take in that classes `ids` (k,), all different, now have embeddings `rows` (k, d) and biases `bias` (k,)."""
         self._require_classes()
         check_matrix("rows", rows, empty=True)
+        bias = _checked_bias(bias, rows)
         check_ids("ids", ids, self.num_classes)
         if ids.dim() != 1 or len(ids) != len(rows):
             raise ValueError(f"ids: expected shape ({len(rows)},), one for each of rows, got {tuple(ids.shape)}")
@@ -68,7 +72,7 @@ class Sampler(nn.Module, ABC):
             raise ValueError("ids: expected each class once, got some twice")
         if len(ids):
             with no_autocast(rows.device):
-                self._update(ids.long(), rows)
+                self._update(ids.long(), rows, bias)
 
     def sample(
         self,
@@ -111,10 +115,10 @@ class Sampler(nn.Module, ABC):
         return log_q.float().view(ids.shape)
 
     @abstractmethod
-    def _rebuild(self, weight: Tensor) -> None: ...
+    def _rebuild(self, weight: Tensor, bias: Tensor) -> None: ...
 
     @abstractmethod
-    def _update(self, ids: Tensor, rows: Tensor) -> None: ...
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None: ...
 
     @abstractmethod
     def _draw(
@@ -180,6 +184,19 @@ def check_ids(name: str, ids: Tensor, num_classes: int, lowest: int = 0) -> None
         if low < lowest or high >= num_classes:
             wrong = low if low < lowest else high
             raise ValueError(f"{name}: expected class ids in [{lowest}, {num_classes}), got {wrong}")
+
+
+def _checked_bias(bias: Tensor | None, rows: Tensor) -> Tensor:
+    """bias (k,) for rows (k, d), zeros for None."""
+    if bias is None:
+        return rows.new_zeros(len(rows))
+    if bias.shape != rows.shape[:1] or not bias.is_floating_point():
+        need = f"floating shape ({len(rows)},), one a row"
+        raise ValueError(f"bias: expected {need}, got {tuple(bias.shape)} of {bias.dtype}")
+    if not bool(torch.isfinite(bias).all()):
+        row = int((~torch.isfinite(bias)).nonzero()[0])
+        raise ValueError(f"bias: expected finite values, got {float(bias[row])} for row {row}")
+    return bias
 
 
 def check_dim(name: str, matrix: Tensor, dim: int) -> None:

@@ -15,7 +15,7 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @final
 class ExactSampler(Sampler):
-    """q_i proportional to exp(tau h.c_i), or exp(|tau h.c_i|) if `absolute`: the only q without gradient bias.
+    """q_i proportional to exp(o_i), o_i = tau h.c_i + b_i, or exp(|o_i|) if `absolute`: q without gradient bias.
 
     Streamed over classes: a first pass finds the mass of each chunk of classes, a second inverts the CDF inside the
     chunks. So neither memory nor `torch.multinomial`'s limit of 2^24 bounds n. Shared draws follow the mean of the
@@ -23,22 +23,26 @@ class ExactSampler(Sampler):
     """
 
     weight: Tensor
+    bias: Tensor
 
     def __init__(self, *, tau: float = DEFAULT_TAU, absolute: bool = False, stratified: bool = True) -> None:
         super().__init__(0, stratified)
         self.tau = tau
         self.absolute = absolute
         self.register_buffer("weight", torch.empty(0), persistent=False)
+        self.register_buffer("bias", torch.empty(0), persistent=False)
 
-    def _rebuild(self, weight: Tensor) -> None:
+    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
         if self.num_classes:
             check_dim("weight", weight, self.weight.shape[1])
         self.num_classes = len(weight)
         self.weight = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        self.bias = bias.detach().to(self.weight.dtype, copy=True)
 
-    def _update(self, ids: Tensor, rows: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         check_dim("rows", rows, self.weight.shape[1])
         self.weight[ids] = rows.to(self.weight.dtype)
+        self.bias[ids] = bias.to(self.bias.dtype)
 
     def _chunks(self, hidden: Tensor, exclude: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(first class, logits (B, chunk)) over all classes, -inf where excluded."""
@@ -46,7 +50,7 @@ class ExactSampler(Sampler):
         hidden = hidden.to(self.weight.dtype) * self.tau
         size = max(1, _CHUNK_ELEMENTS // len(hidden))
         for start in range(0, self.num_classes, size):
-            logits = hidden @ self.weight[start : start + size].T
+            logits = torch.addmm(self.bias[start : start + size], hidden, self.weight[start : start + size].T)
             if self.absolute:
                 logits.abs_()
             inside = (exclude >= start) & (exclude < start + logits.shape[1])

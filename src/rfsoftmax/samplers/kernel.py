@@ -26,7 +26,7 @@ class KernelSampler(AnchoredSampler):
     - `floor`: estimates can be negative. The mass of a node is at least `floor` times what the kernel would give its
       classes at a right angle to the query, and q is that of the floored masses.
     - `anchor`: queries share a mean direction h_bar, the running mean of the queries seen. Then o_i is
-      tau h_bar.c_i, which needs no approximation and becomes a class weight a_i = exp(tau h_bar.c_i), plus
+      tau h_bar.c_i + b_i, which needs no approximation and becomes a class weight a_i = exp(tau h_bar.c_i + b_i), plus
       tau (h - h_bar).c_i, which the features carry: psi(c_i) = a_i phi(c_i) / s(c_i), queried with phi(h - h_bar),
       where s is exp(log_scale), for Fourier maps exp(-nu |c|^2 / 2). Then no vector need be of unit length.
       At each rebuild the anchor moves to the running mean and the classes are put in the order of their weights, so
@@ -71,22 +71,25 @@ class KernelSampler(AnchoredSampler):
         self.tree = tree.Tree(block_size, self._leaf_rule())
         self.log_shift = 0.0
 
-    def _rebuild(self, weight: Tensor) -> None:
-        rows = self._arrange(weight)
+    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
+        rows = self._arrange(weight, bias)
         # The largest psi has factor 1: large weights and long vectors overflow nothing.
-        self.log_shift = float((self._log_weight(rows) - self.feature_map.log_scale(rows)).max())
-        self.tree.build(rows, self._offsets(rows), self._class_features, self.feature_map.width)
+        log_scale = self.feature_map.log_scale(rows)
+        self.log_shift = float((self._log_kernel_weight(rows, self.bias, log_scale) - log_scale).max())
+        offsets = self._offsets(rows, self.bias)
+        self.tree.build(rows, self.bias, offsets, self._class_features, self.feature_map.width)
         self.num_classes = len(rows)
 
-    def _update(self, ids: Tensor, rows: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         check_dim("rows", rows, self.feature_map.dim)
-        positions, rows, walk = self.position[ids], rows.to(self.tree.rows), self._walk()
+        positions, rows, bias, walk = self.position[ids], rows.to(self.tree.rows), bias.to(self.bias), self._walk()
         step = max(1, tree.CACHED_ELEMENTS // self.feature_map.width)
-        for some, new in zip(positions.split(step), rows.split(step), strict=True):
-            psi, weight = self._class_features(torch.cat([new, self.tree.rows[some]]))
+        for some, new, new_bias in zip(positions.split(step), rows.split(step), bias.split(step), strict=True):
+            both, both_bias = torch.cat([new, self.tree.rows[some]]), torch.cat([new_bias, self.bias[some]])
+            psi, weight = self._class_features(both, both_bias)
             walk.add(self.tree, some, psi[: len(new)] - psi[len(new) :], weight[: len(new)] - weight[len(new) :])
-        self.tree.rows[positions] = rows
-        self.tree.offsets[positions] = self._offsets(rows)
+        self.tree.rows[positions], self.bias[positions] = rows, bias
+        self.tree.offsets[positions] = self._offsets(rows, bias)
         walk.renew(self.tree, positions)
 
     def _draw(
@@ -126,22 +129,24 @@ class KernelSampler(AnchoredSampler):
             return tree.LEAF_ABSOLUTE if self.absolute else tree.LEAF_LINEAR
         return tree.LEAF_QUADRATIC if isinstance(self.feature_map, Quadratic) else tree.LEAF_LINEAR
 
-    def _class_features(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """psi (k, W) and class weights (k,), float64, of rows (k, d)."""
-        return self._weighted(rows, self.feature_map(rows), self.feature_map.log_scale(rows))
+    def _class_features(self, rows: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """psi (k, W) and class weights (k,), float64, of rows (k, d) with bias (k,)."""
+        return self._weighted(rows, bias, self.feature_map(rows), self.feature_map.log_scale(rows))
 
-    def _weighted(self, rows: Tensor, phi: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.anchored:
-            return phi, log_scale.double().exp()
-        log_weight = self._log_weight(rows) - self.log_shift
+    def _weighted(self, rows: Tensor, bias: Tensor, phi: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
+        log_weight = self._log_kernel_weight(rows, bias, log_scale) - self.log_shift
         log_factor = (log_weight - log_scale).clamp_(max=kernels.MAX_LOG_FACTOR)
         return phi * log_factor.exp().unsqueeze(-1), log_weight.double().exp()
 
-    def _offsets(self, rows: Tensor) -> Tensor:
-        """What the leaf rule adds to a class's logit (k,): nothing, but for the scale that its own kernel gives it."""
+    def _log_kernel_weight(self, rows: Tensor, bias: Tensor, log_scale: Tensor) -> Tensor:
+        """The log of what a class counts for at a right angle to the query, (k,)."""
+        return self._log_weight(rows, bias) if self.anchored else bias + log_scale
+
+    def _offsets(self, rows: Tensor, bias: Tensor) -> Tensor:
+        """What the leaf rule adds to a class's logit (k,): its bias, and the scale that its own kernel gives it."""
         if self.leaf == "exact" or self.anchored:
-            return rows.new_zeros(len(rows))
-        return self.feature_map.log_scale(rows)
+            return bias.clone()
+        return bias + self.feature_map.log_scale(rows)
 
     def _leaf_query(self, hidden: Tensor, centred: Tensor) -> Tensor:
         if self.leaf == "exact":
@@ -157,10 +162,10 @@ class KernelSampler(AnchoredSampler):
         hidden, positions, batch = hidden.to(self.tree.rows), self.position[exclude], len(hidden)
         centred = hidden - self.anchor
         # One pass of the feature map serves the queries and the rows of what they exclude.
-        rows = self.tree.rows[positions.flatten()]
+        rows, bias = self.tree.rows[positions.flatten()], self.bias[positions.flatten()]
         both = torch.cat([centred, rows]) if len(rows) else centred
         phi, log_scale = self.feature_map(both), self.feature_map.log_scale(both)
-        psi, weight = self._weighted(rows, phi[batch:], log_scale[batch:])
+        psi, weight = self._weighted(rows, bias, phi[batch:], log_scale[batch:])
         phi, floor = phi[:batch], self.floor * log_scale[:batch].double().exp()
         mass = torch.linalg.vecdot(psi.view(*positions.shape, -1), phi.unsqueeze(1)) if len(rows) else phi[:, :0]
         leaf = self._leaf_query(hidden, centred)
@@ -172,14 +177,14 @@ class KernelSampler(AnchoredSampler):
 
     def _fourier(
         self, hidden: Tensor, excluded: Tensor
-    ) -> tuple[tree.Tree, Tensor, Tensor, Tensor, Tensor, kernels.FourierSettings]:
+    ) -> tuple[tree.Tree, Tensor, Tensor, Tensor, Tensor, Tensor, kernels.FourierSettings]:
         """What `kernels.fourier_query` takes, if `_is_fourier`."""
         kind: RandomFourier = self.feature_map  # type: ignore[assignment]
         of_centred = 0.0 if self.leaf == "exact" else kind.nu - self.tau
         settings = kernels.FourierSettings(
             kind.nu, self.floor, self.tau, of_centred, self.anchored, self.tau, self.log_shift
         )
-        return self.tree, hidden.to(self.tree.rows), excluded, kind.frequencies, self.anchor, settings
+        return self.tree, hidden.to(self.tree.rows), excluded, kind.frequencies, self.anchor, self.bias, settings
 
     def _mixture(self, query: tree.Query) -> tree.Query:
         """One query for the whole batch: each row counts by its share phi(h_b) / Z_b, as the tree is linear in phi."""

@@ -55,13 +55,13 @@ class LSHSampler(Sampler):
         self.lists = CellLists()
         self.register_buffer("directions", torch.randn(num_tables, num_bits, dim, generator=generator))
 
-    def _rebuild(self, weight: Tensor) -> None:
+    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
         self._check_dim("weight", weight)
         num_tables, num_bits, _ = self.directions.shape
         self.lists.build(self._buckets(weight), (num_tables << num_bits) + 1)
         self.num_classes = len(weight)
 
-    def _update(self, ids: Tensor, rows: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         self._check_dim("rows", rows)
         self.lists.move(ids, self._buckets(rows))
 

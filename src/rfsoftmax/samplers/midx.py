@@ -74,7 +74,7 @@ class MIDXSampler(Sampler):
         self._loaded = False
         self.register_buffer("codebooks", torch.empty(0))
 
-    def _rebuild(self, weight: Tensor) -> None:
+    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
         self._check_dim("weight", weight)
         rows = weight.to(self.codebooks)
         if not (self.keep_codebooks or self._loaded) or not self.codebooks.numel():
@@ -83,7 +83,7 @@ class MIDXSampler(Sampler):
         self.lists.build(self._assign(rows).unsqueeze(1), self.codebooks.shape[1] ** 2)
         self.num_classes = len(rows)
 
-    def _update(self, ids: Tensor, rows: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         self._check_dim("rows", rows)
         self.lists.move(ids, self._assign(rows.to(self.codebooks)).unsqueeze(1))
 

@@ -45,17 +45,17 @@ class MixtureSampler(Sampler):
         self.register_load_state_dict_post_hook(_recount)
         _recount(self)
 
-    def _rebuild(self, weight: Tensor) -> None:
+    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
         for sampler in self._parts():
             if sampler.num_classes not in (0, len(weight)):
                 raise ValueError(f"weight: expected {sampler.num_classes} rows, one a class, got {len(weight)}")
         for sampler in self._parts():
-            sampler._rebuild(weight)
+            sampler._rebuild(weight, bias)
         self.num_classes = len(weight)
 
-    def _update(self, ids: Tensor, rows: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         for sampler in self._parts():
-            sampler._update(ids, rows)
+            sampler._update(ids, rows, bias)
 
     def _draw(
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool

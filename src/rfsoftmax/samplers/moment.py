@@ -21,11 +21,11 @@ _LEAST_BLOCK, _LARGEST_BLOCK = 8, 1024
 class MomentSampler(AnchoredSampler):
     """q_i = P(block of i) p(i | block), with P by the centroid of the block and p the softmax inside it, exact.
 
-    With the anchor h_bar (see `AnchoredSampler`) and the class weights a_i = exp(tau h_bar.c_i), block k has
+    With the anchor h_bar and the class weights a_i = exp(tau h_bar.c_i + b_i) (see `AnchoredSampler`), block k has
 
         A_k = sum of a_i,   mu_k = sum of a_i c_i / A_k,   mass A_k exp(tau (h - h_bar).mu_k),
 
-    a lower bound of its true sum of exp(tau h.c_i), by Jensen's inequality, too low by about half the variance of
+    a lower bound of its true sum of exp(o_i), by Jensen's inequality, too low by about half the variance of
     tau (h - h_bar).c_i in the block, in logs. (That variance needs d^2 numbers a block; what a diagonal or a few shared
     directions catch of it lowers the mean chi2 less than blocks of twice the size do.) Masses are positive: no floor;
     logs of sums of exponentials keep them in range. A block with excluded classes is summed up anew without them:
@@ -70,23 +70,24 @@ class MomentSampler(AnchoredSampler):
         for name in ("log_weight", "log_mass", "centroids"):
             self.register_buffer(name, torch.empty(0), persistent=False)
 
-    def _rebuild(self, weight: Tensor) -> None:
-        rows = self._arrange(weight)
+    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
+        rows = self._arrange(weight, bias)
         block_size = self.block_size or default_block_size(len(rows), self.num_negatives)
         num_blocks = -(-len(rows) // block_size)
         self.leaves.block_size = block_size
-        self.leaves.rows, self.leaves.offsets = rows, rows.new_zeros(len(rows))
+        self.leaves.rows, self.leaves.offsets = rows, self.bias
         self.leaves.counts = torch.zeros(2 * num_blocks, dtype=torch.int64, device=rows.device)
-        self.log_weight = self._log_weight(rows)
+        self.log_weight = self._log_weight(rows, self.bias)
         self.log_mass, self.centroids = rows.new_empty(num_blocks), rows.new_empty(num_blocks, self.dim)
         self._sum_up(torch.arange(num_blocks, device=rows.device))
         self.num_classes = len(rows)
 
-    def _update(self, ids: Tensor, rows: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         check_dim("rows", rows, self.dim)
-        positions, rows = self.position[ids], rows.to(self.leaves.rows)
+        positions, rows, bias = self.position[ids], rows.to(self.leaves.rows), bias.to(self.bias)
         self.leaves.rows[positions] = rows
-        self.log_weight[positions] = self._log_weight(rows)
+        self.bias[positions] = bias  # the leaves' offsets are the same tensor
+        self.log_weight[positions] = self._log_weight(rows, bias)
         self._sum_up((positions // self.leaves.block_size).unique())
 
     def _sum_up(self, blocks: Tensor) -> None:
@@ -187,7 +188,9 @@ def dense_log_prob(leaves: tree.Tree, query: tree.Query, positions: Tensor) -> T
     """The same by one matrix product over all classes: n d multiplications a query, however many positions."""
     padded, n = leaves.num_blocks * leaves.block_size, leaves.num_classes
     excluded = torch.where(query.excluded < 0, n, query.excluded)
-    logits = F.pad((query.leaf @ leaves.rows.T).double(), (0, padded + 1 - n), value=-torch.inf)
+    logits = F.pad(
+        torch.addmm(leaves.offsets, query.leaf, leaves.rows.T).double(), (0, padded + 1 - n), value=-torch.inf
+    )
     logits = logits.scatter_(1, excluded, -torch.inf)[:, :padded].unflatten(1, (leaves.num_blocks, -1))
     inside = logits.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     log_q = query.features.double().log_softmax(1).unsqueeze(-1) + inside

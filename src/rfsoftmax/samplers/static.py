@@ -38,10 +38,10 @@ class _StaticSampler(Sampler):
     def _pick(self, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None) -> Tensor:
         """ids (B, m) that follow q without `exclude`."""
 
-    def _rebuild(self, weight: Tensor) -> None:
+    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
         pass
 
-    def _update(self, ids: Tensor, rows: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         pass
 
     def _draw(
