@@ -6,11 +6,12 @@ reads what it kept afterwards. Training saves itself every hundred steps and goe
 
 import lzma
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,24 +35,24 @@ class Checkpoint:
     counts: Tensor  # (n,): of the classes in the training data
 
 
-class Task(Protocol):
+class Task(ABC):
     """A data set with a model for it."""
 
-    model: nn.Module
+    model: nn.ModuleList
     weight: nn.Parameter
     counts: Tensor
     steps_per_epoch: int
 
+    @abstractmethod
     def batches(self, epoch: int, first: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Queries and labels (B, P) of the steps of an epoch, from `first` on."""
-        ...
 
+    @abstractmethod
     def held_out(self) -> tuple[Tensor, Tensor]:
         """All queries and labels of the held-out data."""
-        ...
 
 
-class WordTask:
+class WordTask(Task):
     """An LSTM language model: batches of 20 sequences of 35 words, d = 200."""
 
     batch, length, dim = 20, 35, 200
@@ -92,7 +93,7 @@ class WordTask:
         return torch.cat([hidden for hidden, _ in parts]), torch.cat([target for _, target in parts])
 
 
-class LabelTask:
+class LabelTask(Task):
     """A linear embedding of sparse features, d = 128, for records with several labels; batches of 256 records."""
 
     batch, dim = 256, 128

@@ -72,13 +72,31 @@ class FeatureMap(nn.Module, ABC):
         return x.to(self._unit.dtype)
 
 
-class _GaussianMap(FeatureMap):
-    """The Gaussian kernel exp(-nu |x - y|^2 / 2), with two columns, a cosine and a sine, per frequency."""
+class GaussianMap(FeatureMap):
+    """The Gaussian kernel exp(-nu |x - y|^2 / 2), with two columns, a cosine and a sine, per frequency.
+
+    A state_dict holds nu too: frequencies are of one nu alone.
+    """
 
     def __init__(self, dim: int, num_features: int, nu: float) -> None:
         super().__init__(dim, num_features)
         self.width = 2 * num_features
         self.nu = _positive_float("nu", nu)
+
+    def retune(self, nu: float) -> None:
+        """Move to another nu with the same random numbers."""
+        self._lengths().mul_(math.sqrt(_positive_float("nu", nu) / self.nu))
+        self.nu = float(nu)
+
+    @abstractmethod
+    def _lengths(self) -> Tensor:
+        """The buffer that has sqrt(nu) as a factor."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.nu, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.nu = float(state)
 
     def _kernel(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.exp(self._log_scale(x) + self._log_scale(y) + self.nu * _dot(x, y))
@@ -103,7 +121,7 @@ class _ExponentialMap(FeatureMap):
 
 
 @final
-class RandomFourier(_GaussianMap):
+class RandomFourier(GaussianMap):
     """phi(x) = [cos(W x), sin(W x)] / sqrt(D), the rows of W independent N(0, nu I). Unbiased.
 
     Rahimi and Recht (2007), and the map of the RF-softmax paper, whose eq. (rff-map) misprints N(0, I / nu).
@@ -118,12 +136,15 @@ class RandomFourier(_GaussianMap):
         directions = torch.randn(num_features, dim, generator=generator)
         self.register_buffer("frequencies", math.sqrt(nu) * directions)
 
+    def _lengths(self) -> Tensor:
+        return self.frequencies
+
     def _features(self, x: Tensor) -> Tensor:
         return _cos_sin(F.linear(x, self.frequencies))
 
 
 @final
-class OrthogonalFourier(_GaussianMap):
+class OrthogonalFourier(GaussianMap):
     """`RandomFourier` whose frequencies are orthogonal within each block of dim. Unbiased, less variance.
 
     Yu et al. (2016), orthogonal random features: Haar-distributed directions with independent chi(dim) lengths, so
@@ -137,12 +158,15 @@ class OrthogonalFourier(_GaussianMap):
         super().__init__(dim, num_features, nu)
         self.register_buffer("frequencies", math.sqrt(nu) * _orthogonal_normal(num_features, dim, generator))
 
+    def _lengths(self) -> Tensor:
+        return self.frequencies
+
     def _features(self, x: Tensor) -> Tensor:
         return _cos_sin(F.linear(x, self.frequencies))
 
 
 @final
-class StructuredFourier(_GaussianMap):
+class StructuredFourier(GaussianMap):
     """`OrthogonalFourier` in O(D log dim) time and O(D) memory: W = sqrt(nu) L H S1 H S2 H S3 in each block.
 
     Yu et al. (2016), SORF. H is the orthonormal Walsh-Hadamard matrix, never formed; the S are random signs; x is
@@ -163,6 +187,9 @@ class StructuredFourier(_GaussianMap):
         blocks = math.ceil(num_features / size)
         self.register_buffer("signs", _random_signs(3, blocks, size, generator=generator))
         self.register_buffer("lengths", math.sqrt(nu) * _chi(num_features, size, generator))
+
+    def _lengths(self) -> Tensor:
+        return self.lengths
 
     def _features(self, x: Tensor) -> Tensor:
         x = F.pad(x, (0, self.signs.shape[-1] - self.dim)).unsqueeze(-2)

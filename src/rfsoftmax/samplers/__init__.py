@@ -79,7 +79,8 @@ def make_sampler(
 
     `absolute` says that the loss is the absolute softmax. `options` are the keyword arguments of the sampler's class
     and, for kernel samplers, of its feature map: num_features (D; 1024 if not given), nu (min(tau, ln(D) / 2) if not
-    given, which keeps the relative noise of an estimate at a right angle below 1), alpha, beta, generator.
+    given, which keeps the relative noise of an estimate at a right angle below 1; "auto" starts there and calibrates
+    it at each rebuild), alpha, beta, generator.
     """
     if name not in _FEATURE_MAPS and name not in _OTHERS:
         raise ValueError(f"name: expected one of {', '.join([*_OTHERS, *_FEATURE_MAPS])}, got {name!r}")
@@ -94,7 +95,11 @@ def make_sampler(
         return _OTHERS[name](**_arguments(name, [_OTHERS[name]], given, options)[0])
     if name != "quadratic":
         given["num_features"] = options.pop("num_features", 1024)
-        given["nu"] = options.pop("nu", min(tau, math.log(given["num_features"]) / 2))
+        given["nu"] = options.pop("nu", "default")
+        if given["nu"] == "auto":
+            options["calibrate"] = True
+        if given["nu"] in ("auto", "default"):
+            given["nu"] = min(tau, max(math.log(given["num_features"]), 1.0) / 2)
     for_map, for_sampler = _arguments(name, [_FEATURE_MAPS[name], KernelSampler], given, options)
     return KernelSampler(_FEATURE_MAPS[name](**for_map), **for_sampler)
 

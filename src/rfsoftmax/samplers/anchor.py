@@ -8,6 +8,9 @@ from torch import Tensor
 from ..tree import room
 from .base import Sampler, check_dim
 
+# Queries kept in `recent`, and how many of them a batch replaces.
+RECENT, RECENT_PER_BATCH = 64, 8
+
 
 class AnchoredSampler(Sampler):
     """A sampler that splits o_i = tau h.c_i + b_i at an anchor h_bar into tau h_bar.c_i + b_i + tau (h - h_bar).c_i.
@@ -23,11 +26,14 @@ class AnchoredSampler(Sampler):
     anchor: Tensor  # (d,)
     query_mean: Tensor  # (d,)
     batches_seen: Tensor  # () int64
+    recent: Tensor  # (RECENT, d): some queries of the last batches, if the sampler has a use for them
     bias: Tensor  # (n,): b_i, in the order of positions
     order: Tensor  # (n,) int64: the class at each position
     position: Tensor  # (n + 1,) int64: the position of each class; the last sends -1, no class, to -1, no position
 
-    def __init__(self, dim: int, tau: float, stratified: bool, anchored: bool = True) -> None:
+    def __init__(
+        self, dim: int, tau: float, stratified: bool, anchored: bool = True, keeps_recent: bool = False
+    ) -> None:
         super().__init__(0, stratified)
         self.dim = dim
         self.tau = tau
@@ -36,6 +42,7 @@ class AnchoredSampler(Sampler):
         self.register_buffer("anchor", torch.zeros(dim))
         self.register_buffer("query_mean", torch.zeros(dim))
         self.register_buffer("batches_seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("recent", torch.zeros(RECENT if keeps_recent else 0, dim))
         self.register_buffer("bias", torch.empty(0), persistent=False)
         self.register_buffer("order", torch.empty(0, dtype=torch.int64))
         self.register_buffer("position", torch.empty(0, dtype=torch.int64), persistent=False)
@@ -62,11 +69,16 @@ class AnchoredSampler(Sampler):
 
     def _observe(self, hidden: Tensor) -> None:
         """In training, move the mean of queries: that of all at first, of about the last hundred batches later."""
-        if not (self.anchored and self.training):
+        if not self.training or not (self.anchored or len(self.recent)):
             return
+        seen, hidden = int(self.batches_seen), hidden.to(self.query_mean)
+        if len(self.recent):
+            first = seen * RECENT_PER_BATCH % RECENT
+            some = torch.linspace(0, len(hidden) - 1, RECENT_PER_BATCH).long()
+            self.recent[first : first + RECENT_PER_BATCH] = hidden[some]
+        if self.anchored:
+            self.query_mean.lerp_(hidden.mean(0), max(1 / (seen + 1), 0.01))
         self.batches_seen += 1
-        rate = max(1 / int(self.batches_seen), 0.01)
-        self.query_mean.lerp_(hidden.to(self.query_mean).mean(0), rate)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the saved order at its own length. Sums are not saved: the next rebuild keeps order and anchor."""

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels, tree
-from ..features import FeatureMap, OrthogonalFourier, Quadratic, RandomFourier
-from .anchor import AnchoredSampler
+from ..calibration import Calibration, Probe, calibrate, probed_blocks
+from ..features import FeatureMap, GaussianMap, OrthogonalFourier, Quadratic, RandomFourier
+from .anchor import RECENT_PER_BATCH, AnchoredSampler
 from .base import DEFAULT_TAU, check_dim
 
 Leaf = Literal["exact", "kernel"]
@@ -31,6 +32,8 @@ class KernelSampler(AnchoredSampler):
       where s is exp(log_scale), for Fourier maps exp(-nu |c|^2 / 2). Then no vector need be of unit length.
       At each rebuild the anchor moves to the running mean and the classes are put in the order of their weights, so
       that a block holds classes of like weight; in between both stay, which makes q a little rougher, never wrong.
+    - `calibrate`: at each rebuild the map moves to the nu with the least chi2 on a probe of recent queries; the
+      attribute `calibration` says which, and what twice as many frequencies would gain.
     - `backend`: "numba" for CPU tensors and "torch" for any; "auto" takes numba where it can.
 
     Shared draws follow the mixture of the batch's queries in the tree, phi_bar = mean_b phi(h_b) / Z_b, and the leaf
@@ -47,10 +50,11 @@ class KernelSampler(AnchoredSampler):
         tau: float = DEFAULT_TAU,
         absolute: bool = False,
         floor: float = 0.2,
+        calibrate: bool = False,
         stratified: bool = True,
         backend: Backend = "auto",
     ) -> None:
-        super().__init__(feature_map.dim, tau, stratified, anchor)
+        super().__init__(feature_map.dim, tau, stratified, anchor, keeps_recent=calibrate)
         if block_size < 1:
             raise ValueError(f"block_size: expected at least 1, got {block_size}")
         if not 0 < floor < math.inf:
@@ -63,7 +67,11 @@ class KernelSampler(AnchoredSampler):
             raise ValueError(
                 "anchor: expected False with Quadratic, whose kernel does not split at an anchor, got True"
             )
+        if calibrate and not isinstance(feature_map, GaussianMap):
+            kind = type(feature_map).__name__
+            raise ValueError(f"calibrate: expected False with {kind}, whose nu cannot be moved, got True")
         self.feature_map = feature_map
+        self.calibration: Calibration | None = None
         self.leaf = leaf
         self.absolute = absolute
         self.floor = floor
@@ -72,13 +80,39 @@ class KernelSampler(AnchoredSampler):
         self.log_shift = 0.0
 
     def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
+        moves = not self.keep_order
         rows = self._arrange(weight, bias)
+        if moves and len(self.recent) and self.batches_seen:
+            self._calibrate(rows)
         # The largest psi has factor 1: large weights and long vectors overflow nothing.
         log_scale = self.feature_map.log_scale(rows)
         self.log_shift = float((self._log_kernel_weight(rows, self.bias, log_scale) - log_scale).max())
         offsets = self._offsets(rows, self.bias)
         self.tree.build(rows, self.bias, offsets, self._class_features, self.feature_map.width)
         self.num_classes = len(rows)
+
+    def _calibrate(self, rows: Tensor) -> None:
+        """Move the feature map to the best nu for the recent queries and rows in the order of positions."""
+        assert isinstance(self.feature_map, GaussianMap)
+        n, b = len(rows), self.tree.block_size
+        blocks, stands_for = probed_blocks(-(-n // b), b)
+        positions = (blocks.unsqueeze(1) * b + torch.arange(b)).to(rows.device)
+        beyond = positions >= n
+        positions = positions.masked_fill(beyond, 0)
+        some, bias = rows[positions], self.bias[positions]
+        log_weight = self._log_weight(some.flatten(0, 1), bias.flatten()).view_as(bias).masked_fill(beyond, -torch.inf)
+        queries = self.recent[: int(self.batches_seen) * RECENT_PER_BATCH]
+        logits = self.tau * torch.einsum("qd,kbd->qkb", queries, some) + bias
+        logits = (logits.abs() if self.absolute else logits).masked_fill(beyond, -torch.inf)
+        probe = Probe(
+            some.masked_fill(beyond.unsqueeze(2), 0),
+            log_weight - log_weight.max(),
+            stands_for.to(rows),
+            queries - self.anchor,
+            logits.logsumexp(2),
+        )
+        self.calibration = calibrate(self.feature_map, probe, self.tau, self.floor)
+        self.feature_map.retune(self.calibration.nu)
 
     def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         check_dim("rows", rows, self.feature_map.dim)
