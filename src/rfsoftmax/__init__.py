@@ -1,5 +1,6 @@
 """Sampled softmax for PyTorch whose cost grows with log n: random Fourier features, one tree, exact log q."""
 
+from .advisor import Advice, advise, advise_head
 from .features import (
     FeatureMap,
     OrthogonalFourier,
@@ -30,6 +31,7 @@ from .samplers import (
 
 __all__ = [
     "DEFAULT_TAU",
+    "Advice",
     "ExactSampler",
     "FeatureMap",
     "InBatchSampler",
@@ -50,6 +52,8 @@ __all__ = [
     "StructuredFourier",
     "UniformSampler",
     "UnigramSampler",
+    "advise",
+    "advise_head",
     "full_softmax_loss",
     "make_sampler",
     "nce_loss",

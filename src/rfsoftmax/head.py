@@ -18,6 +18,9 @@ Loss = Literal["softmax", "absolute", "nce"]
 Labels = Literal["pick_all", "pick_one"]
 Reduction = Literal["mean", "sum", "none"]
 
+# The best of all by measurement (docs/samplers.md).
+DEFAULT_SAMPLER: dict[str, Any] = {"name": "orf", "num_features": 128, "anchor": True, "nu": "auto"}
+
 # Rows that a visit keeps to see whether the weight has moved.
 _NUM_WITNESSES = 64
 
@@ -40,7 +43,7 @@ class SoftmaxHead(nn.Module):
         F.cross_entropy(tau * F.normalize(hidden) @ F.normalize(weight).T, target)
 
     - `sampler`: a `Sampler`, or a name for `make_sampler`; by default an anchored `KernelSampler` with 128 orthogonal
-      frequencies and exact leaves of 64 classes.
+      frequencies, exact leaves of 64 classes and a nu that is chosen at each rebuild.
     - `bias` adds a learned b_i, 0 at first, to a class's logit. Samplers with an anchor follow it exactly.
     - `normalize` gives h and c_i unit length, as the paper does. tau is then the inverse temperature.
     - `negatives`: "per_example" draws m for each row; "shared" one set of m for the whole batch, which makes the logits
@@ -114,9 +117,8 @@ class SoftmaxHead(nn.Module):
         self.weight = nn.Parameter(torch.randn(num_classes, dim) / math.sqrt(dim))
         self.bias = nn.Parameter(torch.zeros(num_classes)) if bias else None
         if sampler is None or isinstance(sampler, str):
-            options: dict[str, Any] = {} if sampler else {"num_features": 128, "anchor": True}
-            options |= {"num_classes": num_classes, "dim": dim, "tau": tau, "absolute": loss == "absolute"}
-            sampler = make_sampler(sampler or "orf", **options)
+            options: dict[str, Any] = {"name": sampler} if sampler else DEFAULT_SAMPLER
+            sampler = make_sampler(**options, num_classes=num_classes, dim=dim, tau=tau, absolute=loss == "absolute")
         if sampler.num_classes not in (0, num_classes):
             raise ValueError(f"sampler: expected one for {num_classes} classes, got one for {sampler.num_classes}")
         if isinstance(sampler, AnchoredSampler) and sampler.dim != dim:
