@@ -131,10 +131,10 @@ def _candidates() -> list[_Candidate]:
         return 1.0
 
     return [
-        _Candidate("default: anchored orf, D 128", name, kernel, "per_example", math.log),
+        _Candidate("the default (anchored orf, D 128)", name, kernel, "per_example", math.log),
         _Candidate("anchored orf, D 32", name, few, "per_example", math.log),
         _Candidate("moment", "moment", {}, "per_example", math.sqrt),
-        _Candidate("default, shared negatives", name, kernel, "shared", math.log),
+        _Candidate("the default, shared negatives", name, kernel, "shared", math.log),
         _Candidate("uniform", "uniform", {}, "per_example", flat),
         _Candidate("uniform, shared negatives", "uniform", {}, "shared", flat),
     ]
@@ -152,7 +152,7 @@ def _timed(head: SoftmaxHead, num_classes: int, hidden: Tensor, labels: Tensor, 
     times = _interleaved(steps)
     full = Option(
         "full softmax",
-        f"rf.SoftmaxHead({head.dim}, {num_classes:_}, ...).eval()  # its loss is exact and has a gradient",
+        f"rf.full_softmax_loss(hidden, weight, target, tau={head.tau!r}, normalize={head.normalize})",
         times[0] * num_classes / num_full,
         num_full,
         None,
@@ -260,7 +260,7 @@ def _code(head: SoftmaxHead, num_classes: int, candidate: _Candidate, m: int) ->
         options = "".join(f", {key}={value!r}" for key, value in candidate.options.items())
         made = f"rf.make_sampler({candidate.sampler!r}, num_classes={num_classes:_}, dim={head.dim}{options})"
         given.append(f"sampler={made}")
-    elif not candidate.name.startswith("default"):
+    elif not candidate.name.startswith("the default"):
         given.append(repr(candidate.sampler))
     given.append(f"num_negatives={m}")
     if candidate.negatives != "per_example":
