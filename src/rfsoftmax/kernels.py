@@ -34,6 +34,8 @@ _MIN_WORK_PER_THREAD = 1_000_000
 _LEAST_PRODUCT = 1e-200
 # A score by subtraction is at least this share of what it was subtracted from, and its rounding error thus small.
 _LEAST_KEPT = 0.2
+# Nodes that a group of queries visits at once on a level: enough to hide the memory's latency, few enough for its cache.
+_GROUP = 512
 
 
 class FourierSettings(NamedTuple):
@@ -294,15 +296,14 @@ def _fourier_query(
             excluded_weight[b, e] = np.exp(log_weight)
 
 
-@_compile
-def _excluded_leaves(excluded: np.ndarray, blocks: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+@_inline
+def _mark_excluded(excluded: np.ndarray, blocks: int, block_size: int, leaves: np.ndarray, levels: np.ndarray) -> None:
     """The leaf and the level of each excluded position; -1 has a level above every node and so no ancestor."""
-    leaves, levels = np.zeros(excluded.shape[0], np.int64), np.full(excluded.shape[0], -1)
     for e in range(excluded.shape[0]):
+        leaves[e], levels[e] = 0, -1
         if excluded[e] >= 0:
             leaves[e] = blocks + excluded[e] // block_size
             levels[e] = _level(leaves[e])
-    return leaves, levels
 
 
 @_inline
@@ -312,18 +313,22 @@ def _floored(
     left: float,
     right: float,
     b: int,
+    row: int,
     leaves: np.ndarray,
     leaf_levels: np.ndarray,
     state: tuple[Any, ...],
 ) -> tuple[float, float]:
-    """The masses of both children of a node for query b, as `tree._mass`, from their scores; the level is theirs."""
+    """The masses of both children of a node for query b, as `tree._mass`, from their scores; the level is theirs.
+
+    What b excludes is in that row of leaves and leaf_levels.
+    """
     _, floor, _, _, excluded_mass, excluded_weight, _, weights, counts, _, _, _, _ = state
     all_left, all_right = weights[2 * node], weights[2 * node + 1]
     weight_left, weight_right, count_left, count_right = all_left, all_right, 0, 0
-    for e in range(leaves.shape[0]):
-        up = leaf_levels[e] - level
-        if up >= 0 and (leaves[e] >> (up + 1)) == node:
-            if (leaves[e] >> up) & 1:
+    for e in range(leaves.shape[1]):
+        up = leaf_levels[row, e] - level
+        if up >= 0 and (leaves[row, e] >> (up + 1)) == node:
+            if (leaves[row, e] >> up) & 1:
                 right -= excluded_mass[b, e]
                 weight_right -= excluded_weight[b, e]
                 count_right += 1
@@ -376,66 +381,87 @@ def _draw(
     start: int,
     stop: int,
 ) -> None:
+    """Level by level for a group of queries: their walks do not wait for one another's memory."""
     phi, excluded, sums, block_size = state[0], state[3], state[6], state[11]
-    blocks = sums.shape[0] // 2
-    u, logits, masses = np.empty(uniforms.shape[1]), np.empty(block_size), np.empty(block_size)
-    # Walking left first leaves at most one right child waiting per level: (node, level, first and last sample).
-    stack = np.empty((64, 4), np.int64)
-    # A node's probability is path x exp(log_path): one log a path, not one a level. A right child's score is its
-    # parent's less its sibling's, which spares half of the memory read, unless too much of `scored`, the last score
-    # that came from a sum itself, would cancel.
-    numbers = np.empty((64, 4))
-    for b in range(start, stop):
-        u[:] = uniforms[b]
-        leaves, leaf_levels = _excluded_leaves(excluded[b], blocks, block_size)
-        score = np.float64(_dot(phi[b], sums[1]))
-        node, level, first, last, path, log_path, scored = 1, 0, 0, u.shape[0], 1.0, 0.0, score
-        waiting = 0
-        while True:
-            while node < blocks:
-                level += 1
-                score_left = np.float64(_dot(phi[b], sums[2 * node]))
-                score_right, scored_right = score - score_left, scored
-                if score_right < _LEAST_KEPT * scored or scored <= 0.0:
-                    score_right = np.float64(_dot(phi[b], sums[2 * node + 1]))
-                    scored_right = score_right
-                left, right = _floored(node, level, score_left, score_right, b, leaves, leaf_levels, state)
+    blocks, num = sums.shape[0] // 2, uniforms.shape[1]
+    group = min(stop - start, max(1, _GROUP // num))
+    room = group * num
+    u, score_left = np.empty((group, num)), np.empty(room)
+    leaves, leaf_levels = np.empty((group, excluded.shape[1]), np.int64), np.empty((group, excluded.shape[1]), np.int64)
+    # Nodes and the range of samples that pass through them: this level and the next in turn in the two halves, and in
+    # the third part the leaves where walks have ended. A node's probability is path x exp(log_path): one log a path,
+    # not one a level. A right child's score is its parent's less its sibling's, which spares half of the memory
+    # read, unless too much of `scored`, the last score that came from a sum itself, would cancel.
+    queries, nodes = np.empty(3 * room, np.int64), np.empty(3 * room, np.int64)
+    firsts, lasts = np.empty(3 * room, np.int64), np.empty(3 * room, np.int64)
+    paths, log_paths, scores, scoreds = np.empty(3 * room), np.empty(3 * room), np.empty(3 * room), np.empty(3 * room)
+    logits, masses = np.empty(block_size), np.empty(block_size)
+    for low in range(start, stop, group):
+        here, there, count, level, done = 0, room, min(group, stop - low), 0, 2 * room
+        for i in range(count):
+            u[i] = uniforms[low + i]
+            _mark_excluded(excluded[low + i], blocks, block_size, leaves[i], leaf_levels[i])
+            score = np.float64(_dot(phi[low + i], sums[1]))
+            k = i if blocks > 1 else done + i
+            queries[k], nodes[k], firsts[k], lasts[k] = i, 1, 0, num
+            paths[k], log_paths[k], scores[k], scoreds[k] = 1.0, 0.0, score, score
+        if blocks == 1:
+            done, count = done + count, 0
+        while count:
+            level += 1
+            for i in range(count):
+                score_left[i] = _dot(phi[low + queries[here + i]], sums[2 * nodes[here + i]])
+            kept = there
+            for i in range(here, here + count):
+                query, node, first, last, path = queries[i], nodes[i], firsts[i], lasts[i], paths[i]
+                of_left = score_left[i - here]
+                of_right, scored = scores[i] - of_left, scoreds[i]
+                if of_right < _LEAST_KEPT * scored or scored <= 0.0:
+                    of_right = np.float64(_dot(phi[low + query], sums[2 * node + 1]))
+                    scored = of_right
+                left, right = _floored(node, level, of_left, of_right, low + query, query, leaves, leaf_levels, state)
                 p = left / (left + right)
                 middle = first
-                while middle < last and u[middle] < p:
-                    u[middle] = min(u[middle] / p, MAX_UNIFORM)
+                while middle < last and u[query, middle] < p:
+                    u[query, middle] = min(u[query, middle] / p, MAX_UNIFORM)
                     middle += 1
-                for i in range(middle, last):
-                    u[i] = min((u[i] - p) / (1 - p), MAX_UNIFORM)
+                for k in range(middle, last):
+                    u[query, k] = min((u[query, k] - p) / (1 - p), MAX_UNIFORM)
+                log_path = log_paths[i]
                 if path < _LEAST_PRODUCT:
                     path, log_path = 1.0, log_path + np.log(path)
-                if middle == first:
-                    node, path, score, scored = 2 * node + 1, path * (1 - p), score_right, scored_right
-                    continue
+                if middle > first:
+                    k = kept if 2 * node < blocks else done
+                    queries[k], nodes[k], firsts[k], lasts[k] = query, 2 * node, first, middle
+                    paths[k], log_paths[k], scores[k], scoreds[k] = path * p, log_path, of_left, of_left
+                    if 2 * node < blocks:
+                        kept += 1
+                    else:
+                        done += 1
                 if middle < last:
-                    stack[waiting, 0], stack[waiting, 1] = 2 * node + 1, level
-                    stack[waiting, 2], stack[waiting, 3] = middle, last
-                    numbers[waiting, 0], numbers[waiting, 1] = path * (1 - p), log_path
-                    numbers[waiting, 2], numbers[waiting, 3] = score_right, scored_right
-                    waiting += 1
-                node, path, last, score, scored = 2 * node, path * p, middle, score_left, score_left
-            size, largest, total = _block_logits(node - blocks, b, logits, masses, state)
+                    k = kept if 2 * node + 1 < blocks else done
+                    queries[k], nodes[k], firsts[k], lasts[k] = query, 2 * node + 1, middle, last
+                    paths[k], log_paths[k], scores[k], scoreds[k] = path * (1 - p), log_path, of_right, scored
+                    if 2 * node + 1 < blocks:
+                        kept += 1
+                    else:
+                        done += 1
+            here, there, count = there, here, kept - there
+        for i in range(2 * room, done):
+            query, block = queries[i], nodes[i] - blocks
+            b = low + query
+            size, largest, total = _block_logits(block, b, logits, masses, state)
             # Rounding may push a uniform past the end: it then means the last class that has any probability.
             end = size - 1
             while end > 0 and masses[end] == 0.0:
                 end -= 1
-            k, cdf, log_path = 0, masses[0], log_path + np.log(path / total) - largest
-            for i in range(first, last):
-                while k < end and u[i] * total >= cdf:
+            k, cdf, log_path = 0, masses[0], log_paths[i] + np.log(paths[i] / total) - largest
+            for j in range(firsts[i], lasts[i]):
+                while k < end and u[query, j] * total >= cdf:
                     k += 1
                     cdf += masses[k]
-                positions[b, i] = (node - blocks) * block_size + k
-                log_q[b, i] = log_path + logits[k]
-            if waiting == 0:
-                break
-            waiting -= 1
-            node, level, first, last = stack[waiting]
-            path, log_path, score, scored = numbers[waiting]
+                positions[b, j] = block * block_size + k
+                log_q[b, j] = log_path + logits[k]
 
 
 @_compile
@@ -443,8 +469,9 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
     phi, excluded, sums, block_size = state[0], state[3], state[6], state[11]
     blocks = sums.shape[0] // 2
     logits, masses = np.empty(block_size), np.empty(block_size)
+    leaves, leaf_levels = np.empty((1, excluded.shape[1]), np.int64), np.empty((1, excluded.shape[1]), np.int64)
     for b in range(start, stop):
-        leaves, leaf_levels = _excluded_leaves(excluded[b], blocks, block_size)
+        _mark_excluded(excluded[b], blocks, block_size, leaves[0], leaf_levels[0])
         for i in range(positions.shape[1]):
             block, place = divmod(positions[b, i], block_size)
             _, largest, total = _block_logits(block, b, logits, masses, state)
@@ -457,7 +484,7 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
             while node > 1:
                 parent = node >> 1
                 left, right = np.float64(_dot(phi[b], sums[2 * parent])), np.float64(_dot(phi[b], sums[2 * parent + 1]))
-                left, right = _floored(parent, level, left, right, b, leaves, leaf_levels, state)
+                left, right = _floored(parent, level, left, right, b, 0, leaves, leaf_levels, state)
                 value += np.log((right if node & 1 else left) / (left + right))
                 node, level = parent, level - 1
             log_q[b, i] = value
