@@ -55,14 +55,14 @@ def methods() -> dict[str, tuple[str, dict[str, Any]]]:
     }
 
 
-def make_head(name: str, options: dict[str, Any], point: Checkpoint, seed: int) -> rf.SoftmaxHead:
+def make_head(name: str, options: dict[str, Any], point: Checkpoint, negatives: int, seed: int) -> rf.SoftmaxHead:
     """A head with the checkpoint's classes, whose sampler has seen half of the contexts."""
     torch.manual_seed(seed)
     num_classes, dim = point.weight.shape
     sampler = None
     if name != "default":
         sampler = rf.make_sampler(name, num_classes=num_classes, dim=dim, counts=point.counts, **options)
-    head = rf.SoftmaxHead(dim, num_classes, sampler, NEGATIVES, labels="pick_one")
+    head = rf.SoftmaxHead(dim, num_classes, sampler, negatives, labels="pick_one")
     head.weight.data.copy_(point.weight)
     head.rebuild()
     with torch.no_grad():
@@ -73,7 +73,9 @@ def make_head(name: str, options: dict[str, Any], point: Checkpoint, seed: int) 
     return head
 
 
-def measure(point: Checkpoint, contexts: int, draws: int, seed: int) -> list[dict[str, Any]]:
+def measure(
+    point: Checkpoint, contexts: int, draws: int, negatives: int, repeats: int, seed: int
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     works: dict[str, Callable[[], Any]] = {}
     half = len(point.hidden) // 2
@@ -82,13 +84,13 @@ def measure(point: Checkpoint, contexts: int, draws: int, seed: int) -> list[dic
     exclude = point.target[half : half + TIMED_BATCH]
     few = max(2, contexts // 5)
     for label, (name, options) in methods().items():
-        head = make_head(name, options, point, seed)
+        head = make_head(name, options, point, negatives, seed)
         chi2 = diagnose(head, hidden, target).chi2
         bias = gradient_bias(
             head, hidden[:few], target[:few], num_draws=draws, generator=torch.Generator().manual_seed(seed)
         )
         head.sampler.eval()
-        works[label] = partial(head.sampler.sample, queries, NEGATIVES, exclude)
+        works[label] = partial(head.sampler.sample, queries, negatives, exclude)
         rows.append(
             {
                 "sampler": label,
@@ -98,9 +100,9 @@ def measure(point: Checkpoint, contexts: int, draws: int, seed: int) -> list[dic
             }
         )
         print(f"    {label:28s} chi2 {rows[-1]['chi2_median']:>10} (mean {rows[-1]['chi2_mean']:>10})", flush=True)
-    seconds = interleaved(works, repeats=5)
+    seconds = interleaved(works, repeats)
     for row in rows:
-        row["microseconds_a_draw"] = _figures(1e6 * seconds[row["sampler"]] / (len(queries) * NEGATIVES))
+        row["microseconds_a_draw"] = _figures(1e6 * seconds[row["sampler"]] / (len(queries) * negatives))
     return rows
 
 
@@ -110,8 +112,8 @@ def quality(options: argparse.Namespace) -> None:
         for mark, point in load(name, options.data, options.cache).items():
             print(f"{name}, {mark}: step {point.step}, loss {point.loss:.3f}", flush=True)
             about = {"data": name, "point": mark, "step": point.step, "classes": len(point.weight)}
-            settings = {"contexts": options.contexts, "draws": options.draws, "seed": options.seed}
-            found = measure(point, options.contexts, options.draws, options.seed)
+            settings = {name: getattr(options, name) for name in ("contexts", "draws", "negatives", "repeats", "seed")}
+            found = measure(point, **settings)
             rows += [{**about, **row, **settings} for row in found]
             write_rows(options.output / "bench_quality.csv", rows)
     print(table(rows))
@@ -210,6 +212,8 @@ def main() -> None:
     one.add_argument("--sets", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     one.add_argument("--contexts", type=int, default=300, help="held-out contexts for chi2; a fifth for the gradient")
     one.add_argument("--draws", type=int, default=400, help="sets of negatives for the gradient bias")
+    one.add_argument("--negatives", type=int, default=NEGATIVES, help="m, a query's draws")
+    one.add_argument("--repeats", type=int, default=5, help="turns of the timing")
     one.set_defaults(run=quality)
     two = commands.add_parser("cost", help="draw plus update on random embeddings")
     two.add_argument("--num-classes", type=int, nargs="+", default=[10_000, 1_000_000])

@@ -59,3 +59,28 @@ def run(*command: str) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_bench_quality_trains_measures_and_draws_at_a_tiny_size(tmp_path: Path) -> None:
+    words = [f"w{i % 37 % 11}" for i in range(2500)] + ["<unk>"]
+    (tmp_path / "ptb").mkdir()
+    for split in ("train", "valid"):
+        lines = [" ".join(words[i : i + 9]) for i in range(0, len(words), 9)]
+        (tmp_path / "ptb" / f"ptb.{split}.txt").write_text("\n".join(lines * 2))
+    where = ["--output", str(tmp_path / "results")]
+    sizes = ["--contexts", "10", "--draws", "4", "--negatives", "5", "--repeats", "1"]
+    cache = ["--data", str(tmp_path), "--cache", str(tmp_path / "cache")]
+    run(sys.executable, "benchmarks/bench_quality.py", *where, "quality", *cache, "--sets", "ptb", *sizes)
+    with (tmp_path / "results" / "bench_quality.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    by_name = {row["sampler"]: row for row in rows if row["point"] == "late"}
+    assert float(by_name["exact"]["chi2_median"]) < 1e-6
+    assert all(float(row["microseconds_a_draw"]) > 0 for row in rows)
+    assert (tmp_path / "results" / "bench_quality.png").stat().st_size > 1000
+
+
+def test_bench_quality_measures_the_cost_of_draw_and_update_at_a_tiny_size(tmp_path: Path) -> None:
+    sizes = ["--num-classes", "200", "400", "--dim", "8", "--repeats", "1"]
+    run(sys.executable, "benchmarks/bench_quality.py", "--output", str(tmp_path), "cost", *sizes)
+    with (tmp_path / "bench_quality_cost.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 4

@@ -792,15 +792,15 @@ def test_nu_is_the_lesser_of_tau_and_half_the_log_of_num_features(tau: float, nu
             "quadratic",
             {"num_features": 8},
             TypeError,
-            "options of 'quadratic': expected any of absolute, alpha, anchor, backend, beta, block_size, floor, leaf, "
-            "stratified, got num_features",
+            "options of 'quadratic': expected any of absolute, alpha, anchor, backend, beta, block_size, calibrate, "
+            "floor, leaf, stratified, got num_features",
         ),
         (
             "rff",
             {"blocksize": 8},
             TypeError,
-            "options of 'rff': expected any of absolute, anchor, backend, block_size, floor, generator, leaf, nu, "
-            "num_features, stratified, got blocksize",
+            "options of 'rff': expected any of absolute, anchor, backend, block_size, calibrate, floor, generator, "
+            "leaf, nu, num_features, stratified, got blocksize",
         ),
     ],
 )

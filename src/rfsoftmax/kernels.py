@@ -34,7 +34,7 @@ _MIN_WORK_PER_THREAD = 1_000_000
 _LEAST_PRODUCT = 1e-200
 # A score by subtraction is at least this share of what it was subtracted from, and its rounding error thus small.
 _LEAST_KEPT = 0.2
-# Nodes that a group of queries visits at once on a level: enough to hide the memory's latency, few enough for its cache.
+# Nodes visited at once on a level: enough to hide the latency of memory, few enough for the cache.
 _GROUP = 512
 
 

@@ -42,7 +42,7 @@ class AnchoredSampler(Sampler):
         self.register_buffer("anchor", torch.zeros(dim))
         self.register_buffer("query_mean", torch.zeros(dim))
         self.register_buffer("batches_seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("recent", torch.zeros(RECENT if keeps_recent else 0, dim))
+        self.register_buffer("recent", torch.zeros(RECENT if keeps_recent else 0, dim), persistent=keeps_recent)
         self.register_buffer("bias", torch.empty(0), persistent=False)
         self.register_buffer("order", torch.empty(0, dtype=torch.int64))
         self.register_buffer("position", torch.empty(0, dtype=torch.int64), persistent=False)
