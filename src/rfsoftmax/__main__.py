@@ -1,0 +1,7 @@
+"""`python -m rfsoftmax` is the command `rfsoftmax`."""
+
+import sys
+
+from .lab.cli import main
+
+sys.exit(main())

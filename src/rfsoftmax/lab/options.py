@@ -1,0 +1,136 @@
+"""The options of the command line."""
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from .catalogue import METHODS
+from .config import DEFAULTS, TASKS, Config, parse_option
+
+_ABOUT = "Train models with many classes by sampled softmax, measure their samplers, and use the models."
+_EPILOG = """\
+examples:
+  rfsoftmax train text --data ptb/ --method full --run runs/full
+  rfsoftmax train text --data ptb/ --run runs/default            (the default sampler)
+  rfsoftmax train text --run runs/default --resume               (after Ctrl-C, a crash or a kill)
+  rfsoftmax train xc --data train.txt --valid test.txt --method rff --sampler-option num_features=256
+  rfsoftmax evaluate runs/default --split test
+  rfsoftmax predict runs/default "the price of"
+  rfsoftmax diagnose runs/full --method moment
+  rfsoftmax advise --dim 200 --num-classes 64000 --batch-size 700
+"""
+_ABOUT_TASK = {
+    "text": "an LSTM language model on a text file, or a directory in the layout of Penn Treebank or WikiText",
+    "xc": "a linear classifier on a file in the extreme classification repository's format",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("rfsoftmax", description=_ABOUT, epilog=_EPILOG, formatter_class=kind)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    train = commands.add_parser("train", help="train a model on text or on extreme classification data")
+    tasks = train.add_subparsers(required=True, metavar="text|xc", dest="task")
+    for task in TASKS:
+        _add_train(tasks, task)
+    _add_evaluate(_add_trained(commands, "evaluate", "scores of a run on held-out data"))
+    _add_predict(_add_trained(commands, "predict", "next words after a prompt, or labels of points"))
+    about = "chi2, KL, gradient bias and the bounds of Theorem 1 of a run's sampler, or of another on its classes"
+    _add_diagnose(_add_trained(commands, "diagnose", about))
+    about = "time every candidate on this machine and say which to use; with a run, also how close each comes"
+    _add_advise(commands.add_parser("advise", help=about, description=about))
+    commands.add_parser("samplers", help="what methods there are, and what they cost")
+    return parser
+
+
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a `Config` that the command line names."""
+    named = {setting.name: getattr(given, setting.name, None) for setting in fields(Config) if setting.name != "task"}
+    found = {name: value for name, value in named.items() if value is not None}
+    if "sampler_options" in found:
+        found["sampler_options"] = dict(found["sampler_options"])
+    return found
+
+
+def _add_train(tasks: Any, task: str) -> None:
+    about = f"train {_ABOUT_TASK[task]}"
+    more = f"{about}. Settings come from defaults, then --config, then options; in brackets are the defaults."
+    parser = tasks.add_parser(task, help=about, description=more)
+    parser.add_argument("--run", metavar="DIR", help="the run's directory [runs/TASK-METHOD]")
+    parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    parser.add_argument("--config", metavar="FILE", help="settings in TOML, by the names of the options")
+    for setting in fields(Config):
+        default = getattr(DEFAULTS[task], setting.name)
+        name, about = f"--{setting.name.replace('_', '-')}", f"{setting.metadata['help']} [{default}]"
+        if setting.name == "sampler_options":
+            _add_sampler_option(parser)
+        elif isinstance(default, bool):
+            parser.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=about)
+        elif setting.name != "task":
+            choices = setting.metadata["choices"] or None
+            metavar = "NAME" if choices else type(default).__name__.upper()
+            if choices and choices != tuple(METHODS):
+                about = f"{', '.join(choices)}: {about}"
+            parser.add_argument(name, type=type(default), metavar=metavar, choices=choices, help=about)
+
+
+def _add_sampler_option(parser: argparse.ArgumentParser) -> None:
+    about = "an option of the sampler, such as num_features=256 or nu=auto; may be repeated"
+    parser.add_argument(
+        "--sampler-option", dest="sampler_options", metavar="NAME=VALUE", type=_option, action="append", help=about
+    )
+
+
+def _add_trained(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about)
+    parser.add_argument("run", metavar="RUN", help="the directory of a run")
+    _add_checkpoint(parser)
+    return parser
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", default="best", help="best, last or the number of a step [best]")
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--split", choices=("valid", "test", "train"), default="valid", help="of the run's data")
+    parser.add_argument("--data", metavar="FILE", help="xc: another file to evaluate on")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+
+
+def _add_predict(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", default="", help="text: words to go on from")
+    parser.add_argument("--input", metavar="FILE", help="xc: points in the repository's format")
+    parser.add_argument("--top", type=_positive, default=5, help="how many words or labels [5]")
+    parser.add_argument("--label-names", metavar="FILE", help="xc: lines of `name` or `id<TAB>name`")
+    parser.add_argument("--label-ids", metavar="FILE", help="xc: the id of label i on line i, if names are by id")
+
+
+def _add_diagnose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--method", choices=tuple(METHODS), metavar="NAME", help="another sampler than the run's")
+    _add_sampler_option(parser)
+    parser.add_argument("--contexts", type=_positive, default=128, help="held-out queries to measure [128]")
+    parser.add_argument("--draws", type=_positive, default=200, help="sets of negatives for the gradient bias [200]")
+
+
+def _add_advise(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", metavar="RUN", help="a run, for its class embeddings and queries")
+    _add_checkpoint(parser)
+    parser.add_argument("--contexts", type=_positive, default=256, help="held-out queries of the run [256]")
+    parser.add_argument("--dim", type=_positive, default=200, help="dimension, without a run [200]")
+    parser.add_argument("--num-classes", type=_positive, default=100_000, help="classes, without a run [100000]")
+    parser.add_argument("--batch-size", type=_positive, default=256, help="queries a step, without a run [256]")
+    parser.add_argument("--num-negatives", type=_positive, help="negatives m of each query [100]")
+
+
+def _option(text: str) -> tuple[str, Any]:
+    try:
+        return parse_option(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)

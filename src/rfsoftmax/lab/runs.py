@@ -1,0 +1,97 @@
+"""A run's directory: config.toml, classes.json, metrics.jsonl, checkpoints, plots and TensorBoard events."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self, final
+
+import numpy as np
+
+from . import plots
+from .checkpoints import write_text
+from .classes import Classes
+from .config import RESUMABLE, Config, dump, read, resolve
+from .events import EventWriter
+
+CONFIG, CLASSES, METRICS = "config.toml", "classes.json", "metrics.jsonl"
+
+
+@final
+class Run:
+    """What a run has written so far. `create` starts one, `Run(directory)` opens one that is there."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.checkpoints = self.directory / "checkpoints"
+        if not (self.directory / CONFIG).is_file():
+            raise FileNotFoundError(f"run: expected a directory with a {CONFIG}, got {self.directory}")
+        self.config = _config(self.directory)
+
+    @classmethod
+    def create(cls, directory: str | Path, config: Config, classes: Classes) -> Self:
+        directory = Path(directory)
+        if (directory / CONFIG).exists():
+            raise FileExistsError(f"run: expected a new directory, or --resume to go on, got {directory}")
+        directory.mkdir(parents=True, exist_ok=True)
+        note = {"num_inputs": classes.num_inputs, "names": classes.names, "counts": classes.counts.tolist()}
+        write_text(directory / CLASSES, json.dumps(note))
+        write_text(directory / METRICS, "")
+        write_text(directory / CONFIG, dump(config))
+        return cls(directory)
+
+    def reconfigure(self, given: dict[str, Any]) -> None:
+        """Take over settings that may change when a run goes on; another value of any other is an error."""
+        config = resolve(self.config.task, self.directory / CONFIG, given)
+        for name, old in asdict(self.config).items():
+            if (new := getattr(config, name)) != old and name not in RESUMABLE:
+                raise ValueError(f"{name}: expected {old!r}, as in {self.directory / CONFIG}, got {new!r}")
+        if config != self.config:
+            write_text(self.directory / CONFIG, dump(config))
+            self.config = config
+
+    def classes(self) -> Classes:
+        note = json.loads((self.directory / CLASSES).read_text(encoding="utf-8"))
+        return Classes(note["num_inputs"], np.array(note["counts"], dtype=np.int64), tuple(note["names"]))
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append a line to the metrics; what is not finite, and so not JSON, becomes null."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        with (self.directory / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(finite) + "\n")
+
+    def records(self) -> list[dict[str, Any]]:
+        """All lines of the metrics; a last one that was cut short is left out."""
+        return list(self._records())
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for line in (self.directory / METRICS).read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+    def rewind(self, step: int) -> None:
+        """Forget what was logged after a step: the run goes on from there."""
+        kept = [record for record in self.records() if record["step"] <= step]
+        write_text(self.directory / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
+
+    def events(self) -> EventWriter:
+        """A new event file with all that was logged so far."""
+        writer = EventWriter(self.directory / "tensorboard" / "events.out.tfevents.0.rfsoftmax")
+        for record in self.records():
+            writer.add(record["step"], scalars(record), record["time"])
+        return writer
+
+    def plot(self) -> None:
+        plots.draw(self.directory / "plots", self.records(), self.directory.name)
+
+
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """What TensorBoard shows of a line of metrics: `train/loss`, `valid/perplexity`, ..."""
+    values = {name: value for name, value in record.items() if name not in ("kind", "step", "time")}
+    return {f"{record['kind']}/{name}": float(value) for name, value in values.items() if value is not None}
+
+
+def _config(directory: Path) -> Config:
+    task = read(directory / CONFIG).get("task", "text")
+    return resolve(task, directory / CONFIG)

@@ -1,0 +1,241 @@
+"""The training loop. It can be killed at any time and goes on to the last bit."""
+
+import math
+import shlex
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import checkpoints
+from .checkpoints import Progress
+from .config import RESUMABLE, Config
+from .events import EventWriter
+from .models import State, make_model
+from .optimizers import clip_gradients, learning_rate, make_optimizers, set_learning_rate
+from .outputs import sampled_head
+from .reporter import Reporter
+from .runs import Run, scalars
+from .stopwatch import Stopwatch
+from .tasks import Batch, Task
+
+
+class DivergedError(Exception):
+    """The loss, or what it is made of, is not finite; the message names the batch and the last good checkpoint."""
+
+
+class StoppedError(Exception):
+    """Somebody asked to stop; all is saved, and the message says how to go on."""
+
+
+@final
+class Trainer:
+    """Trains the model of a run from its last checkpoint, or from the start, to the end of its epochs.
+
+    With adam, dense gradients go to Adam and sparse ones to SparseAdam. What is saved holds, beside parameters and
+    optimizers, the random numbers, the LSTM's state, the place in the data and all of the sampler: losses after it
+    are, on the same machine, those of a run that never stopped.
+    """
+
+    def __init__(self, run: Run, task: Task) -> None:
+        self.run = run
+        self.task = task
+        self.config = run.config
+        self.num_batches = task.num_batches()
+        self.num_steps = self.config.epochs * self.num_batches
+        self.model = make_model(self.config, task.classes)
+        self.head = sampled_head(self.model.head)
+        self.optimizers = make_optimizers(self.config, self.model)
+        self.progress = Progress()
+        self.state: State = None
+        self.watch = Stopwatch()
+        if self.head is not None:
+            self.watch.watch(self.head.sampler)
+        if checkpoints.saved(run.checkpoints):
+            self._load(checkpoints.find(run.checkpoints))
+        run.rewind(self.progress.step)
+        self.reporter = Reporter(self.num_steps, self.progress.step, task.unit)
+        self._clock = time.perf_counter()
+        self._items = 0
+        self._last = (self.progress.seconds, 0.0)  # seconds of training and in the sampler at the last line of metrics
+
+    def fit(self) -> Progress:
+        """Train until the last epoch is done or patience is at its end."""
+        with _stop_asked() as asked, self.run.events() as events, self.reporter:
+            self._clock = time.perf_counter()
+            while not self._is_done():
+                epoch = self.progress.epoch
+                for batch in self.task.batches(epoch, self.progress.batch):
+                    self._step(batch, events)
+                    evaluated = self._evaluation_is_due() and self._evaluate(events)
+                    if asked():
+                        raise self._stopped()
+                    if evaluated or (self.config.save_every and self.progress.step % self.config.save_every == 0):
+                        self._save()
+                    if self._is_done():
+                        break
+        self.run.plot()
+        return self.progress
+
+    def _is_done(self) -> bool:
+        return self.progress.finished or self.progress.epoch >= self.config.epochs
+
+    def _step(self, batch: Batch, events: EventWriter) -> None:
+        lr = learning_rate(self.config, self.progress.step, self.num_steps)
+        set_learning_rate(self.optimizers, lr)
+        self.model.train()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss = self._loss(batch)
+        loss.backward()
+        norm = clip_gradients(self.model.parameters(), self.config.clip)
+        if not math.isfinite(norm):
+            raise self._diverged(f"a gradient of norm {norm}")
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._advance(float(loss), batch.num_items)
+        if self.progress.step % self.config.log_every == 0:
+            self._log(lr, norm, events)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        hidden, self.state = self.model(batch.inputs, self.state)
+        try:
+            loss: Tensor = self.model.head(hidden, batch.target)
+        except ValueError as error:  # the head's word for queries or embeddings that are not finite
+            raise self._diverged(str(error)) from error
+        if not math.isfinite(loss):
+            raise self._diverged(f"a loss of {float(loss)}")
+        return loss
+
+    def _advance(self, loss: float, num_items: int) -> None:
+        progress, now = self.progress, time.perf_counter()
+        progress.seconds += now - self._clock
+        self._clock = now
+        self._items += num_items
+        progress.loss_sum += loss
+        progress.num_summed += 1
+        progress.step += 1
+        progress.batch += 1
+        if progress.batch == self.num_batches:
+            progress.epoch, progress.batch, self.state = progress.epoch + 1, 0, None
+        self.reporter.advance(progress.step, progress.epoch)
+
+    def _log(self, lr: float, norm: float, events: EventWriter) -> None:
+        """A line of metrics over the steps since the last one."""
+        progress = self.progress
+        seconds = max(progress.seconds - self._last[0], 1e-9)
+        numbers = {
+            "loss": progress.loss_sum / progress.num_summed,
+            "lr": lr,
+            "grad_norm": norm,
+            "items_per_second": self._items / seconds,
+            "sampler_share": (self.watch.seconds - self._last[1]) / seconds,
+        }
+        self.reporter.train(self._record("train", numbers, events))
+        progress.loss_sum, progress.num_summed, self._items = 0.0, 0, 0
+        self._last = (progress.seconds, self.watch.seconds)
+
+    def _record(self, kind: str, numbers: dict[str, float], events: EventWriter) -> dict[str, Any]:
+        progress = self.progress
+        # A step that ends an epoch belongs to it.
+        epoch = (progress.step - 1) // self.num_batches + 1
+        now = time.time()
+        place = {"kind": kind, "step": progress.step, "epoch": epoch, "seconds": progress.seconds, "time": now}
+        record = {**place, **numbers}
+        self.run.log(record)
+        events.add(progress.step, scalars(record), now)
+        return record
+
+    def _evaluation_is_due(self) -> bool:
+        step, every = self.progress.step, self.config.eval_every
+        return step == self.num_steps or (step % every == 0 if every else self.progress.batch == 0)
+
+    def _evaluate(self, events: EventWriter) -> bool:
+        progress = self.progress
+        random = torch.get_rng_state()
+        numbers = self.task.evaluate(self.model)
+        torch.set_rng_state(random)
+        score = numbers[self.task.score]
+        gain = math.inf if progress.best is None else score - progress.best
+        better = (gain if self.task.higher_is_better or progress.best is None else -gain) > 0
+        if better:
+            progress.best, progress.best_step, progress.num_worse = score, progress.step, 0
+        else:
+            progress.num_worse += 1
+        progress.finished = progress.num_worse >= self.config.patience > 0
+        self.reporter.valid(self._record("valid", numbers, events), better)
+        if progress.finished:
+            self.reporter.message(f"no better {self.task.score} in {progress.num_worse} evaluations: stopped early")
+        self._clock = time.perf_counter()
+        return True
+
+    def _save(self) -> Path:
+        training = {
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "random": torch.get_rng_state(),
+            "state": self.state,
+            "sampler": None if self.head is None else checkpoints.sampler_state(self.head),
+        }
+        path = checkpoints.save(self.run.checkpoints, self.model, training, self.progress, _fixed(self.config))
+        self._clock = time.perf_counter()
+        return path
+
+    def _load(self, path: Path) -> None:
+        self.progress, settings = checkpoints.read_progress(path)
+        for name, value in _fixed(self.config).items():
+            if settings.get(name) != value:
+                raise ValueError(f"{path}: expected a checkpoint with {name} {value!r}, got {settings.get(name)!r}")
+        if not np.array_equal(self.run.classes().counts, self.task.classes.counts):
+            raise ValueError(f"data: expected what {self.run.directory} was trained on, got other classes or counts")
+        checkpoints.load_model(path, self.model)
+        training = checkpoints.load_training(path)
+        for optimizer, saved in zip(self.optimizers, training["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.state = training["state"]
+        if self.head is not None:
+            checkpoints.load_sampler(self.head, training["sampler"])
+        torch.set_rng_state(training["random"])
+
+    def _stopped(self) -> StoppedError:
+        return StoppedError(f"saved {self._save()}; go on with: {_resume_command(self.run)}")
+
+    def _diverged(self, what: str) -> DivergedError:
+        progress, saved = self.progress, checkpoints.saved(self.run.checkpoints)
+        where = f"step {progress.step + 1}, batch {progress.batch + 1} of epoch {progress.epoch + 1}"
+        last = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+        advice = f"try a lower rate: {_resume_command(self.run)} --lr {self.config.lr / 4:g}"
+        return DivergedError(f"{where}: expected finite numbers, got {what}; {last}; {advice}")
+
+
+def _fixed(config: Config) -> dict[str, Any]:
+    """The settings that a run keeps for its whole life."""
+    return {name: value for name, value in asdict(config).items() if name not in RESUMABLE}
+
+
+def _resume_command(run: Run) -> str:
+    return f"rfsoftmax train {run.config.task} --run {shlex.quote(str(run.directory))} --resume"
+
+
+@contextmanager
+def _stop_asked() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: the step, or evaluation, is done first. Pressed again it stops at once."""
+    asked = False
+
+    def ask(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
