@@ -14,53 +14,80 @@ TASKS = ("text", "xc")
 RESUMABLE = ("epochs", "lr", "clip", "patience", "eval_every", "save_every", "log_every", "cache")
 
 
-def _setting(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
+_DATA, _MODEL, _OUTPUT, _TRAINING, _KEEPING = (
+    "data",
+    "model",
+    "output layer",
+    "training",
+    "evaluation, checkpoints and metrics",
+)
+
+
+def _setting(default: Any, group: str, help: str, choices: tuple[str, ...] = (), task: str = "") -> Any:
+    """A field of `Config`; `task` names the only one that has a use for it."""
+    return field(default=default, metadata={"group": group, "help": help, "choices": choices, "task": task})
 
 
 @dataclass(frozen=True)
 class Config:
     """The resolved settings; `config.toml` of a run holds them all."""
 
-    task: str = _setting("text", "what is learned", TASKS)
-    data: str = _setting("python-text", "python-text, python-calls, or the path of your data")
-    valid: str = _setting("", "xc: the validation file; without it every 20th point of the data")
-    vocab: int = _setting(50_000, "text: number of words kept, the most frequent ones; 0 for all")
-    cache: str = _setting("runs/cache", "directory for what is read once and mapped later")
-    dim: int = _setting(200, "dimension d of queries and class embeddings")
-    layers: int = _setting(1, "text: LSTM layers")
-    dropout: float = _setting(0.2, "share of the inputs and outputs of the network dropped")
-    method: str = _setting("default", "output layer; `rfsoftmax samplers` lists them", tuple(METHODS))
+    task: str = _setting("text", _DATA, "what is learned", TASKS)
+    data: str = _setting("python-text", _DATA, "the path of your data, or a set that needs no files")
+    valid: str = _setting("", _DATA, "the validation file; without it every 20th point of the data", task="xc")
+    vocab: int = _setting(
+        50_000, _DATA, "number of words kept, the most frequent ones; 0 for all; the rest is <unk>", task="text"
+    )
+    cache: str = _setting("runs/cache", _DATA, "directory for what is read once and mapped later")
+    dim: int = _setting(200, _MODEL, "dimension d of queries and class embeddings")
+    layers: int = _setting(1, _MODEL, "LSTM layers", task="text")
+    dropout: float = _setting(0.2, _MODEL, "share of the inputs and outputs of the network dropped")
+    method: str = _setting("default", _OUTPUT, "sampler, full, adaptive or nce; see `samplers`", tuple(METHODS))
     sampler_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "an option of the sampler, such as num_features=256; may be repeated"}
+        default_factory=dict,
+        metadata={
+            "group": _OUTPUT,
+            "help": "an option of the sampler, such as num_features=256 or nu=auto; may be repeated; "
+            "`rfsoftmax samplers METHOD` lists them",
+            "choices": (),
+            "task": "",
+        },
     )
-    num_negatives: int = _setting(100, "negatives m of each query")
-    negatives: str = _setting("per_example", "one set for each query or for the batch", ("per_example", "shared"))
-    tau: float = _setting(1 / 0.3**2, "inverse temperature of the softmax over cosines")
-    bias: bool = _setting(False, "learn a bias for each class")
-    labels: str = _setting("pick_all", "xc: train on all labels of a point or on one", ("pick_all", "pick_one"))
-    optimizer: str = _setting(
-        "adam", "adam (SparseAdam for sparse gradients), adagrad or sgd", ("adam", "adagrad", "sgd")
+    num_negatives: int = _setting(100, _OUTPUT, "negatives m of each query")
+    negatives: str = _setting(
+        "per_example", _OUTPUT, "one set of negatives for each query, or for the whole batch", ("per_example", "shared")
     )
-    lr: float = _setting(2e-3, "learning rate at its highest")
-    schedule: str = _setting("constant", "learning rate over the run", ("constant", "linear", "cosine"))
-    warmup: int = _setting(0, "steps until the learning rate is at its highest")
-    clip: float = _setting(1.0, "largest norm of the gradient; 0 for any")
-    batch_size: int = _setting(20, "streams of text, or points, in a step")
-    seq_len: int = _setting(35, "text: words of each stream in a step")
-    epochs: int = _setting(10, "passes over the training data")
-    patience: int = _setting(0, "stop after so many evaluations without a better one; 0 for never")
-    eval_every: int = _setting(0, "steps between evaluations; 0 for one at the end of each epoch")
-    eval_limit: int = _setting(0, "words or points of the validation data to look at; 0 for all")
-    save_every: int = _setting(1000, "steps between checkpoints; there is one after each evaluation too")
-    log_every: int = _setting(100, "steps between lines of metrics.jsonl")
-    sparse_from: int = _setting(20_000, "rows of an embedding from which its gradient is sparse")
-    seed: int = _setting(0, "of initialisation, dropout, order and draws")
+    tau: float = _setting(1 / 0.3**2, _OUTPUT, "inverse temperature of the softmax over cosines")
+    bias: bool = _setting(False, _OUTPUT, "learn a bias for each class")
+    labels: str = _setting(
+        "pick_all",
+        _OUTPUT,
+        "train on all labels of a point, or on one drawn at random",
+        ("pick_all", "pick_one"),
+        task="xc",
+    )
+    optimizer: str = _setting("adam", _TRAINING, "adam is SparseAdam for sparse gradients", ("adam", "adagrad", "sgd"))
+    lr: float = _setting(2e-3, _TRAINING, "learning rate at its highest")
+    schedule: str = _setting("constant", _TRAINING, "learning rate over the run", ("constant", "linear", "cosine"))
+    warmup: int = _setting(0, _TRAINING, "steps until the learning rate is at its highest")
+    clip: float = _setting(1.0, _TRAINING, "largest norm of the gradient; 0 for any")
+    batch_size: int = _setting(20, _TRAINING, "streams of text, or points, in a step")
+    seq_len: int = _setting(35, _TRAINING, "words of each stream in a step", task="text")
+    epochs: int = _setting(10, _TRAINING, "passes over the training data")
+    sparse_from: int = _setting(20_000, _TRAINING, "rows of an embedding from which its gradient is sparse")
+    seed: int = _setting(0, _TRAINING, "of initialisation, dropout, order and draws")
+    patience: int = _setting(0, _KEEPING, "stop after so many evaluations without a better one; 0 for never")
+    eval_every: int = _setting(0, _KEEPING, "steps between evaluations; 0 for one at the end of each epoch")
+    eval_limit: int = _setting(0, _KEEPING, "words or points of the validation data to look at; 0 for all")
+    save_every: int = _setting(
+        1000, _KEEPING, "steps between checkpoints, 0 for none; there is one after each evaluation too"
+    )
+    log_every: int = _setting(100, _KEEPING, "steps between lines of metrics.jsonl")
 
     def __post_init__(self) -> None:
         for setting in fields(self):
             _check_type(setting, getattr(self, setting.name))
-            choices = setting.metadata.get("choices")
+            choices = setting.metadata["choices"]
             if choices and getattr(self, setting.name) not in choices:
                 _fail(setting.name, f"one of {', '.join(choices)}", getattr(self, setting.name))
         for name in ("dim", "layers", "num_negatives", "batch_size", "seq_len", "epochs", "log_every"):
@@ -74,18 +101,18 @@ class Config:
                 _fail(name, "a positive finite number", getattr(self, name))
         if not 0 <= self.dropout < 1:
             _fail("dropout", "a number in [0, 1)", self.dropout)
+        if self.seed >= 2**32:
+            _fail("seed", "less than 2^32", self.seed)
         if self.vocab != 0 and self.vocab < 2:
             _fail("vocab", "at least 2, or 0 for all words", self.vocab)
         if self.method in UNSAMPLED and self.sampler_options:
             _fail("sampler_options", f"none with method {self.method!r}", self.sampler_options)
         if self.method == "nce" and self.task == "xc" and self.labels != "pick_one":
             _fail("labels", "pick_one with method 'nce'", self.labels)
-
-
-DEFAULTS = {
-    "text": Config(),
-    "xc": Config(task="xc", data="python-calls", dim=128, dropout=0.0, batch_size=128, lr=5e-3, clip=0.0),
-}
+        for name, value in self.sampler_options.items():
+            parts = value if isinstance(value, list) else [value]
+            if not all(isinstance(part, str | int | float) for part in parts):
+                _fail(f"sampler_options.{name}", "a number, a text, a truth or a list of them", repr(value))
 
 
 def resolve(task: str, file: str | Path | None = None, given: dict[str, Any] | None = None) -> Config:
@@ -93,28 +120,30 @@ def resolve(task: str, file: str | Path | None = None, given: dict[str, Any] | N
 
     Options of a sampler are merged one by one, unless the method is another than the file's: then they start afresh.
     """
-    given = {} if given is None else dict(given)
-    settings = {} if file is None else read(file)
+    settings, given = {} if file is None else read(file), given or {}
     if settings.get("task", task) != task:
         _fail("task", f"{task!r}", f"{settings['task']!r} in {file}")
-    if given.get("method", settings.get("method")) == settings.get("method"):
-        options = {**settings.get("sampler_options", {}), **given.get("sampler_options", {})}
-        given["sampler_options"] = options
-    return replace(DEFAULTS[task], **{"sampler_options": {}, **settings, **given})
+    default = DEFAULTS[task].method
+    is_other = given.get("method", settings.get("method", default)) != settings.get("method", default)
+    options = {**({} if is_other else settings.get("sampler_options", {})), **given.get("sampler_options", {})}
+    return replace(DEFAULTS[task], **{**settings, **given, "sampler_options": options})
 
 
 def read(file: str | Path) -> dict[str, Any]:
     """The settings that a TOML file holds, checked by name and type."""
     try:
         settings = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"config: expected a TOML file, got {file}, which is not there") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: expected TOML, got {error}") from error
     known = {setting.name: setting for setting in fields(Config)}
     for name, value in settings.items():
         if name not in known:
             raise ValueError(f"{file}: expected any of {', '.join(known)}, got {name!r}")
-        if isinstance(value, int) and _type(known[name]) is float and not isinstance(value, bool):
+        if type(value) is int and _type(known[name]) is float:
             settings[name] = float(value)
+        _check_type(known[name], settings[name])
     return settings
 
 
@@ -156,3 +185,9 @@ def _check_type(setting: "Field[Any]", value: Any) -> None:
 
 def _fail(name: str, expected: str, got: Any) -> None:
     raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+DEFAULTS = {
+    "text": Config(),
+    "xc": Config(task="xc", data="python-calls", dim=128, dropout=0.0, batch_size=128, lr=5e-3, clip=0.0),
+}

@@ -1,8 +1,9 @@
 """The options of the command line."""
 
 import argparse
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable
+from dataclasses import Field, fields
+from typing import Any, NoReturn, final
 
 from .catalogue import METHODS
 from .config import DEFAULTS, TASKS, Config, parse_option
@@ -25,9 +26,17 @@ _ABOUT_TASK = {
 }
 
 
+@final
+class _Parser(argparse.ArgumentParser):
+    """As argparse's, but an error is one line, as all errors of the command are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(1, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("rfsoftmax", description=_ABOUT, epilog=_EPILOG, formatter_class=kind)
+    parser = _Parser("rfsoftmax", description=_ABOUT, epilog=_EPILOG, formatter_class=kind)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     train = commands.add_parser("train", help="train a model on text or on extreme classification data")
     tasks = train.add_subparsers(required=True, metavar="text|xc", dest="task")
@@ -59,24 +68,35 @@ def _add_train(tasks: Any, task: str) -> None:
     parser.add_argument("--run", metavar="DIR", help="the run's directory [runs/TASK-METHOD]")
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     parser.add_argument("--config", metavar="FILE", help="settings in TOML, by the names of the options")
+    groups: dict[str, Any] = {}
     for setting in fields(Config):
-        default = getattr(DEFAULTS[task], setting.name)
-        name, about = f"--{setting.name.replace('_', '-')}", f"{setting.metadata['help']} [{default}]"
-        if setting.name == "sampler_options":
-            _add_sampler_option(parser)
-        elif isinstance(default, bool):
-            parser.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=about)
-        elif setting.name != "task":
-            choices = setting.metadata["choices"] or None
-            metavar = "NAME" if choices else type(default).__name__.upper()
-            if choices and choices != tuple(METHODS):
-                about = f"{', '.join(choices)}: {about}"
-            parser.add_argument(name, type=type(default), metavar=metavar, choices=choices, help=about)
+        if setting.name != "task" and setting.metadata["task"] in ("", task):
+            title = setting.metadata["group"]
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            _add_setting(groups[title], setting, getattr(DEFAULTS[task], setting.name))
 
 
-def _add_sampler_option(parser: argparse.ArgumentParser) -> None:
-    about = "an option of the sampler, such as num_features=256 or nu=auto; may be repeated"
-    parser.add_argument(
+def _add_setting(group: Any, setting: "Field[Any]", default: Any) -> None:
+    name, about = f"--{setting.name.replace('_', '-')}", setting.metadata["help"]
+    if isinstance(default, dict):
+        _add_sampler_option(group)
+        return
+    shown = f"{default:.6g}" if isinstance(default, float) else default
+    about += f" [{shown}]" if default != "" else ""
+    if isinstance(default, bool):
+        group.add_argument(name, action=argparse.BooleanOptionalAction, default=None, help=about)
+    elif choices := setting.metadata["choices"]:
+        metavar = "NAME" if choices == tuple(METHODS) else "|".join(choices)
+        group.add_argument(name, type=_one_of(choices), metavar=metavar, help=about)
+    else:
+        metavar = {"str": "PATH", "int": "N", "float": "X"}[type(default).__name__]
+        group.add_argument(name, type=_number(type(default)), metavar=metavar, help=about)
+
+
+def _add_sampler_option(group: Any) -> None:
+    about = next(setting.metadata["help"] for setting in fields(Config) if setting.name == "sampler_options")
+    group.add_argument(
         "--sampler-option", dest="sampler_options", metavar="NAME=VALUE", type=_option, action="append", help=about
     )
 
@@ -93,7 +113,13 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--split", choices=("valid", "test", "train"), default="valid", help="of the run's data")
+    parser.add_argument(
+        "--split",
+        type=_one_of(("valid", "test", "train")),
+        metavar="valid|test|train",
+        default="valid",
+        help="part of the run's data [valid]; xc has no test part of its own: name a file by --data",
+    )
     parser.add_argument("--data", metavar="FILE", help="xc: another file to evaluate on")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
 
@@ -107,7 +133,7 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_diagnose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--method", choices=tuple(METHODS), metavar="NAME", help="another sampler than the run's")
+    parser.add_argument("--method", type=_one_of(tuple(METHODS)), metavar="NAME", help="another sampler than the run's")
     _add_sampler_option(parser)
     parser.add_argument("--contexts", type=_positive, default=128, help="held-out queries to measure [128]")
     parser.add_argument("--draws", type=_positive, default=200, help="sets of negatives for the gradient bias [200]")
@@ -121,6 +147,26 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-classes", type=_positive, default=100_000, help="classes, without a run [100000]")
     parser.add_argument("--batch-size", type=_positive, default=256, help="queries a step, without a run [256]")
     parser.add_argument("--num-negatives", type=_positive, help="negatives m of each query [100]")
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(choices)}, got {text!r}")
+        return text
+
+    return read
+
+
+def _number(kind: type) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError as error:
+            expected = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from error
+
+    return read
 
 
 def _option(text: str) -> tuple[str, Any]:

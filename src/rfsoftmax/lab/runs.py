@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import numpy as np
 
@@ -13,7 +13,9 @@ from . import plots
 from .checkpoints import write_text
 from .classes import Classes
 from .config import RESUMABLE, Config, dump, read, resolve
-from .events import EventWriter
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 CONFIG, CLASSES, METRICS = "config.toml", "classes.json", "metrics.jsonl"
 
@@ -75,21 +77,28 @@ class Run:
         kept = [record for record in self.records() if record["step"] <= step]
         write_text(self.directory / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
 
-    def events(self) -> EventWriter:
-        """A new event file with all that was logged so far."""
-        writer = EventWriter(self.directory / "tensorboard" / "events.out.tfevents.0.rfsoftmax")
+    def events(self) -> "SummaryWriter":
+        """A writer of TensorBoard events whose one file begins with all that was logged so far."""
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and only training needs it
+
+        directory = self.directory / "tensorboard"
+        for old in directory.glob("events.out.tfevents.*"):
+            old.unlink()
+        # A TensorBoard that looks on then drops what it read of the old file.
+        writer = SummaryWriter(str(directory), purge_step=0)
         for record in self.records():
-            writer.add(record["step"], scalars(record), record["time"])
+            add_scalars(writer, record)
         return writer
 
     def plot(self) -> None:
         plots.draw(self.directory / "plots", self.records(), self.directory.name)
 
 
-def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """What TensorBoard shows of a line of metrics: `train/loss`, `valid/perplexity`, ..."""
-    values = {name: value for name, value in record.items() if name not in ("kind", "step", "time")}
-    return {f"{record['kind']}/{name}": float(value) for name, value in values.items() if value is not None}
+def add_scalars(writer: "SummaryWriter", record: dict[str, Any]) -> None:
+    """A line of metrics as TensorBoard shows it: `train/loss`, `valid/perplexity`, ..."""
+    for name, value in record.items():
+        if name not in ("kind", "step", "time") and value is not None:
+            writer.add_scalar(f"{record['kind']}/{name}", float(value), record["step"], record["time"])
 
 
 def _config(directory: Path) -> Config:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -17,14 +17,16 @@ from torch import Tensor
 from . import checkpoints
 from .checkpoints import Progress
 from .config import RESUMABLE, Config
-from .events import EventWriter
 from .models import State, make_model
 from .optimizers import clip_gradients, learning_rate, make_optimizers, set_learning_rate
 from .outputs import sampled_head
 from .reporter import Reporter
-from .runs import Run, scalars
+from .runs import Run, add_scalars
 from .stopwatch import Stopwatch
 from .tasks import Batch, Task
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class DivergedError(Exception):
@@ -87,7 +89,7 @@ class Trainer:
     def _is_done(self) -> bool:
         return self.progress.finished or self.progress.epoch >= self.config.epochs
 
-    def _step(self, batch: Batch, events: EventWriter) -> None:
+    def _step(self, batch: Batch, events: "SummaryWriter") -> None:
         lr = learning_rate(self.config, self.progress.step, self.num_steps)
         set_learning_rate(self.optimizers, lr)
         self.model.train()
@@ -100,7 +102,7 @@ class Trainer:
             raise self._diverged(f"a gradient of norm {norm}")
         for optimizer in self.optimizers:
             optimizer.step()
-        self._advance(float(loss), batch.num_items)
+        self._advance(loss.item(), batch.num_items)
         if self.progress.step % self.config.log_every == 0:
             self._log(lr, norm, events)
 
@@ -110,8 +112,8 @@ class Trainer:
             loss: Tensor = self.model.head(hidden, batch.target)
         except ValueError as error:  # the head's word for queries or embeddings that are not finite
             raise self._diverged(str(error)) from error
-        if not math.isfinite(loss):
-            raise self._diverged(f"a loss of {float(loss)}")
+        if not math.isfinite(value := loss.item()):
+            raise self._diverged(f"a loss of {value}")
         return loss
 
     def _advance(self, loss: float, num_items: int) -> None:
@@ -127,7 +129,7 @@ class Trainer:
             progress.epoch, progress.batch, self.state = progress.epoch + 1, 0, None
         self.reporter.advance(progress.step, progress.epoch)
 
-    def _log(self, lr: float, norm: float, events: EventWriter) -> None:
+    def _log(self, lr: float, norm: float, events: "SummaryWriter") -> None:
         """A line of metrics over the steps since the last one."""
         progress = self.progress
         seconds = max(progress.seconds - self._last[0], 1e-9)
@@ -142,22 +144,21 @@ class Trainer:
         progress.loss_sum, progress.num_summed, self._items = 0.0, 0, 0
         self._last = (progress.seconds, self.watch.seconds)
 
-    def _record(self, kind: str, numbers: dict[str, float], events: EventWriter) -> dict[str, Any]:
+    def _record(self, kind: str, numbers: dict[str, float], events: "SummaryWriter") -> dict[str, Any]:
         progress = self.progress
         # A step that ends an epoch belongs to it.
         epoch = (progress.step - 1) // self.num_batches + 1
-        now = time.time()
-        place = {"kind": kind, "step": progress.step, "epoch": epoch, "seconds": progress.seconds, "time": now}
+        place = {"kind": kind, "step": progress.step, "epoch": epoch, "seconds": progress.seconds, "time": time.time()}
         record = {**place, **numbers}
         self.run.log(record)
-        events.add(progress.step, scalars(record), now)
+        add_scalars(events, record)
         return record
 
     def _evaluation_is_due(self) -> bool:
         step, every = self.progress.step, self.config.eval_every
         return step == self.num_steps or (step % every == 0 if every else self.progress.batch == 0)
 
-    def _evaluate(self, events: EventWriter) -> bool:
+    def _evaluate(self, events: "SummaryWriter") -> bool:
         progress = self.progress
         random = torch.get_rng_state()
         numbers = self.task.evaluate(self.model)
