@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -35,7 +36,6 @@ class Progress:
     best: float | None = None
     best_step: int = 0
     num_worse: int = 0  # evaluations since the best
-    finished: bool = False
 
 
 def save(directory: Path, model: nn.Module, training: dict[str, Any], progress: Progress, settings: Any) -> Path:
@@ -43,15 +43,21 @@ def save(directory: Path, model: nn.Module, training: dict[str, Any], progress: 
     path = directory / f"step-{progress.step:09d}"
     beside = path.with_name(path.name + _PARTIAL)
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
     tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    _written(beside / MODEL, lambda file: save_file(tensors, file))
-    _written(beside / TRAINING, lambda file: torch.save(training, file))
     note = json.dumps({**asdict(progress), "settings": settings})
-    _written(beside / PROGRESS, lambda file: file.write_text(note))
-    shutil.rmtree(path, ignore_errors=True)
-    beside.rename(path)
-    _sync(directory)
+    try:
+        beside.mkdir(parents=True)
+        _written(beside / MODEL, lambda file: save_file(tensors, file))
+        _written(beside / TRAINING, lambda file: torch.save(training, file))
+        _written(beside / PROGRESS, lambda file: file.write_text(note))
+        shutil.rmtree(path, ignore_errors=True)
+        beside.rename(path)
+        _sync(directory)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
+        shutil.rmtree(beside, ignore_errors=True)
+        steps = saved(directory)
+        last = f"the last checkpoint is {steps[-1]}" if steps else "there is no checkpoint yet"
+        raise OSError(f"{path}: expected to write a checkpoint, got {error}; {last}") from error
     _prune(directory, progress)
     return path
 
@@ -97,8 +103,11 @@ def read_progress(path: Path) -> tuple[Progress, dict[str, Any]]:
 def load_model(path: Path, model: nn.Module) -> None:
     try:
         model.load_state_dict(load_file(path / MODEL))
+    except SafetensorError as error:
+        raise ValueError(f"{path / MODEL}: expected a whole file, got a damaged one: {error}") from error
     except RuntimeError as error:
-        raise ValueError(f"{path}: expected a checkpoint of this model, got another: {error}") from error
+        what = " ".join(str(error).split())
+        raise ValueError(f"{path}: expected a checkpoint of this model, got another: {what}") from error
 
 
 def load_training(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +16,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; what is wrong with its arguments or data is said in one line, with exit code 1."""
     given = make_parser().parse_args(arguments)
     try:
-        return _COMMANDS[given.command](given)
+        code = _COMMANDS[given.command](given)
+        sys.stdout.flush()
+        return code
     except ModuleNotFoundError as error:
         return _failed(f"expected the lab extra, pip install 'rfsoftmax[lab]', got {error}")
+    except BrokenPipeError:  # whoever read the output, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError) as error:
         return _failed(error)
     except KeyboardInterrupt:
@@ -34,6 +40,7 @@ def _failed(error: object) -> int:
 
 
 def _train(given: argparse.Namespace) -> int:
+    from .models import make_model
     from .outputs import check_method
     from .runs import Run
     from .tasks import make_task
@@ -43,16 +50,20 @@ def _train(given: argparse.Namespace) -> int:
     directory = Path(given.run or f"runs/{given.task}-{named.get('method', 'default')}")
     if given.resume:
         run = Run(directory)
+        if given.task != run.config.task:
+            raise ValueError(f"run: expected one on {given.task}, got {directory}, which is on {run.config.task}")
         run.reconfigure({**({} if given.config is None else read(given.config)), **named})
-        task = make_task(run.config)
+        task, model = make_task(run.config), None
     else:
         config = resolve(given.task, given.config, named)
         check_method(config)
+        Run.check_new(directory)
         task = make_task(config)
+        model = make_model(config, task.classes)  # what is wrong with it is said before the run is there
         run = Run.create(directory, config, task.classes)
     print(f"{directory}: {len(task.classes.counts):,} classes, {task.num_batches():,} steps an epoch", flush=True)
     try:
-        Trainer(run, task).fit()
+        Trainer(run, task, model).fit()
     except StoppedError as error:
         print(error, file=sys.stderr)
         return 130

@@ -28,6 +28,7 @@ from .xc import load_xc, read_label_names
 class Trained:
     """The model of a checkpoint, in eval()."""
 
+    run: Run
     config: Config
     classes: Classes
     model: Model
@@ -40,12 +41,13 @@ def load(directory: str | Path, checkpoint: str = "best") -> Trained:
     model = make_model(run.config, classes)
     path = checkpoints.find(run.checkpoints, checkpoint)
     checkpoints.load_model(path, model)
-    return Trained(run.config, classes, model.eval(), path)
+    return Trained(run, run.config, classes, model.eval(), path)
 
 
 def evaluate(trained: Trained, split: str, data: str | None = None) -> dict[str, float]:
     """The scores on a split of the run's data, all of it, or on another file in the format of the run's."""
     task = make_task(replace(trained.config, eval_limit=0))
+    trained.run.check_classes(task.classes)
     if data is None:
         return task.evaluate(trained.model, split)
     if not isinstance(task, XCTask):
@@ -137,8 +139,10 @@ def _other_head(trained: Trained, given: dict[str, Any]) -> SoftmaxHead:
     if not isinstance(source, SoftmaxHead):
         raise ValueError("run: expected one with class embeddings, got one of method 'adaptive'")
     instead = {"full": "default", "nce": "unigram"}
-    method = given.get("method", instead.get(trained.config.method, trained.config.method))
-    config = replace(trained.config, method=method, sampler_options=given.get("sampler_options", {}))
+    own = instead.get(trained.config.method, trained.config.method)
+    method = given.get("method", own)
+    options = {**(trained.config.sampler_options if method == own else {}), **given.get("sampler_options", {})}
+    config = replace(trained.config, method=method, sampler_options=options)
     other = SoftmaxHead(
         config.dim,
         source.num_classes,

@@ -35,9 +35,8 @@ def _picture(path: Path, title: str, x: str, y: str, curves: dict[str, list[tupl
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name, points in curves.items():
-        axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 30 else None, markersize=3) if (
-            points
-        ) else None
+        x_values, y_values = [point[0] for point in points], [point[1] for point in points]
+        axes.plot(x_values, y_values, label=name, marker="o" if len(points) < 30 else None, markersize=3)
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     if len(curves) > 1:

@@ -34,14 +34,18 @@ class Run:
     @classmethod
     def create(cls, directory: str | Path, config: Config, classes: Classes) -> Self:
         directory = Path(directory)
-        if (directory / CONFIG).exists():
-            raise FileExistsError(f"run: expected a new directory, or --resume to go on, got {directory}")
+        cls.check_new(directory)
         directory.mkdir(parents=True, exist_ok=True)
         note = {"num_inputs": classes.num_inputs, "names": classes.names, "counts": classes.counts.tolist()}
         write_text(directory / CLASSES, json.dumps(note))
         write_text(directory / METRICS, "")
         write_text(directory / CONFIG, dump(config))
         return cls(directory)
+
+    @staticmethod
+    def check_new(directory: Path) -> None:
+        if (directory / CONFIG).exists():
+            raise FileExistsError(f"run: expected a new directory, or --resume to go on, got {directory}")
 
     def reconfigure(self, given: dict[str, Any]) -> None:
         """Take over settings that may change when a run goes on; another value of any other is an error."""
@@ -56,6 +60,11 @@ class Run:
     def classes(self) -> Classes:
         note = json.loads((self.directory / CLASSES).read_text(encoding="utf-8"))
         return Classes(note["num_inputs"], np.array(note["counts"], dtype=np.int64), tuple(note["names"]))
+
+    def check_classes(self, classes: Classes) -> None:
+        """Raise if the data has changed since the run began."""
+        if not np.array_equal(self.classes().counts, classes.counts):
+            raise ValueError(f"data: expected what {self.directory} was trained on, got other classes or counts")
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a line to the metrics; what is not finite, and so not JSON, becomes null."""
@@ -84,8 +93,7 @@ class Run:
         directory = self.directory / "tensorboard"
         for old in directory.glob("events.out.tfevents.*"):
             old.unlink()
-        # A TensorBoard that looks on then drops what it read of the old file.
-        writer = SummaryWriter(str(directory), purge_step=0)
+        writer = SummaryWriter(str(directory))
         for record in self.records():
             add_scalars(writer, record)
         return writer

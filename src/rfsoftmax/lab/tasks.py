@@ -167,7 +167,11 @@ def _xc_splits(config: Config) -> XCSplits:
         if widths[0] != widths[1]:
             need = f"{widths[0][0]} features and {widths[0][1]} labels, as in {config.data}"
             raise ValueError(f"valid: expected {need}, got {widths[1][0]} and {widths[1][1]}")
+        if not valid.features.shape[0]:
+            raise ValueError(f"valid: expected at least one point, got none in {config.valid}")
         return XCSplits(data, valid, valid, ())
-    held_out = np.arange(data.features.shape[0]) % _HELD_OUT == _HELD_OUT - 1
+    if (num := data.features.shape[0]) < _HELD_OUT:
+        raise ValueError(f"data: expected at least {_HELD_OUT} points, or a file for --valid, got {num} points")
+    held_out = np.arange(num) % _HELD_OUT == _HELD_OUT - 1
     parts = [XCData(data.features[rows], data.labels[rows]) for rows in (~held_out, held_out)]
     return XCSplits(parts[0], parts[1], parts[1], ())

@@ -1,6 +1,7 @@
 """The training loop. It can be killed at any time and goes on to the last bit."""
 
 import math
+import os
 import shlex
 import signal
 import time
@@ -10,14 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from . import checkpoints
 from .checkpoints import Progress
 from .config import RESUMABLE, Config
-from .models import State, make_model
+from .models import Model, State, make_model
 from .optimizers import clip_gradients, learning_rate, make_optimizers, set_learning_rate
 from .outputs import sampled_head
 from .reporter import Reporter
@@ -46,13 +46,14 @@ class Trainer:
     are, on the same machine, those of a run that never stopped.
     """
 
-    def __init__(self, run: Run, task: Task) -> None:
+    def __init__(self, run: Run, task: Task, model: Model | None = None) -> None:
+        run.check_classes(task.classes)
         self.run = run
         self.task = task
         self.config = run.config
         self.num_batches = task.num_batches()
         self.num_steps = self.config.epochs * self.num_batches
-        self.model = make_model(self.config, task.classes)
+        self.model = make_model(self.config, task.classes) if model is None else model
         self.head = sampled_head(self.model.head)
         self.optimizers = make_optimizers(self.config, self.model)
         self.progress = Progress()
@@ -70,7 +71,9 @@ class Trainer:
 
     def fit(self) -> Progress:
         """Train until the last epoch is done or patience is at its end."""
-        with _stop_asked() as asked, self.run.events() as events, self.reporter:
+        # Adagrad makes sparse tensors, and torch warns of those whose checks are neither on nor off.
+        unchecked = torch.sparse.check_sparse_tensor_invariants(enable=False)
+        with unchecked, _stop_asked() as asked, self.run.events() as events, self.reporter:
             self._clock = time.perf_counter()
             while not self._is_done():
                 epoch = self.progress.epoch
@@ -84,10 +87,22 @@ class Trainer:
                     if self._is_done():
                         break
         self.run.plot()
+        self._say_what_is_there()
         return self.progress
 
     def _is_done(self) -> bool:
-        return self.progress.finished or self.progress.epoch >= self.config.epochs
+        return self._is_patience_at_end() or self.progress.epoch >= self.config.epochs
+
+    def _is_patience_at_end(self) -> bool:
+        return 0 < self.config.patience <= self.progress.num_worse
+
+    def _say_what_is_there(self) -> None:
+        progress, name = self.progress, self.task.score
+        if self._is_patience_at_end():
+            self.reporter.message(f"no better {name} in {progress.num_worse} evaluations: stopped early")
+        best = "nothing was evaluated" if progress.best is None else f"best {name} {progress.best:.4g}"
+        saved = checkpoints.find(self.run.checkpoints, "best")
+        self.reporter.message(f"done after {progress.step} steps: {best}, saved in {saved}")
 
     def _step(self, batch: Batch, events: "SummaryWriter") -> None:
         lr = learning_rate(self.config, self.progress.step, self.num_steps)
@@ -103,7 +118,7 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
         self._advance(loss.item(), batch.num_items)
-        if self.progress.step % self.config.log_every == 0:
+        if self.progress.step % self.config.log_every == 0 or self._evaluation_is_due():
             self._log(lr, norm, events)
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -111,7 +126,10 @@ class Trainer:
         try:
             loss: Tensor = self.model.head(hidden, batch.target)
         except ValueError as error:  # the head's word for queries or embeddings that are not finite
-            raise self._diverged(str(error)) from error
+            self._check_finite()
+            if hidden.isfinite().all():
+                raise
+            raise self._diverged("queries that are not") from error
         if not math.isfinite(value := loss.item()):
             raise self._diverged(f"a loss of {value}")
         return loss
@@ -160,24 +178,29 @@ class Trainer:
 
     def _evaluate(self, events: "SummaryWriter") -> bool:
         progress = self.progress
+        self._check_finite()
         random = torch.get_rng_state()
         numbers = self.task.evaluate(self.model)
         torch.set_rng_state(random)
         score = numbers[self.task.score]
-        gain = math.inf if progress.best is None else score - progress.best
-        better = (gain if self.task.higher_is_better or progress.best is None else -gain) > 0
+        sign = 1 if self.task.higher_is_better else -1
+        better = not math.isnan(score) and (progress.best is None or sign * score > sign * progress.best)
         if better:
             progress.best, progress.best_step, progress.num_worse = score, progress.step, 0
         else:
             progress.num_worse += 1
-        progress.finished = progress.num_worse >= self.config.patience > 0
         self.reporter.valid(self._record("valid", numbers, events), better)
-        if progress.finished:
-            self.reporter.message(f"no better {self.task.score} in {progress.num_worse} evaluations: stopped early")
         self._clock = time.perf_counter()
         return True
 
+    def _check_finite(self) -> None:
+        """A checkpoint is one to go on from: no step that left NaN or inf behind is saved."""
+        for name, parameter in self.model.named_parameters():
+            if not parameter.isfinite().all():
+                raise self._diverged(f"NaN or inf in {name}", self.progress.step)
+
     def _save(self) -> Path:
+        self._check_finite()
         training = {
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "random": torch.get_rng_state(),
@@ -193,8 +216,6 @@ class Trainer:
         for name, value in _fixed(self.config).items():
             if settings.get(name) != value:
                 raise ValueError(f"{path}: expected a checkpoint with {name} {value!r}, got {settings.get(name)!r}")
-        if not np.array_equal(self.run.classes().counts, self.task.classes.counts):
-            raise ValueError(f"data: expected what {self.run.directory} was trained on, got other classes or counts")
         checkpoints.load_model(path, self.model)
         training = checkpoints.load_training(path)
         for optimizer, saved in zip(self.optimizers, training["optimizers"], strict=True):
@@ -207,9 +228,12 @@ class Trainer:
     def _stopped(self) -> StoppedError:
         return StoppedError(f"saved {self._save()}; go on with: {_resume_command(self.run)}")
 
-    def _diverged(self, what: str) -> DivergedError:
-        progress, saved = self.progress, checkpoints.saved(self.run.checkpoints)
-        where = f"step {progress.step + 1}, batch {progress.batch + 1} of epoch {progress.epoch + 1}"
+    def _diverged(self, what: str, step: int | None = None) -> DivergedError:
+        """At a step, counted from 1; without one at the next."""
+        step = self.progress.step + 1 if step is None else step
+        saved = checkpoints.saved(self.run.checkpoints)
+        epoch, batch = divmod(step - 1, self.num_batches)
+        where = f"step {step}, batch {batch + 1} of epoch {epoch + 1}"
         last = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
         advice = f"try a lower rate: {_resume_command(self.run)} --lr {self.config.lr / 4:g}"
         return DivergedError(f"{where}: expected finite numbers, got {what}; {last}; {advice}")
@@ -234,6 +258,8 @@ def _stop_asked() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, b"\nstopping after this step; Ctrl-C again stops at once, without saving\n")
 
     before = signal.signal(signal.SIGINT, ask)
     try:
