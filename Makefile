@@ -15,7 +15,7 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 demo: .venv/installed
-	$(BIN)/python examples/first_steps.py
+	$(BIN)/rfsoftmax demo
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_loss.py

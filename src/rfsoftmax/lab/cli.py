@@ -1,4 +1,4 @@
-"""The command line: `rfsoftmax train text`, `evaluate`, `predict`, `diagnose`, `advise`, `samplers`."""
+"""The command line: `rfsoftmax train text`, `evaluate`, `predict`, `diagnose`, `advise`, `samplers`, `demo`."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .catalogue import table
 from .config import read, resolve
-from .options import make_parser, settings
+from .options import demo_settings, make_parser, settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,6 +117,13 @@ def _advise(given: argparse.Namespace) -> int:
     return 0
 
 
+def _demo(given: argparse.Namespace) -> int:
+    from .demo import run_demo
+
+    run_demo(demo_settings(given))
+    return 0
+
+
 def _samplers(given: argparse.Namespace) -> int:
     print(table())
     return 0
@@ -129,4 +136,5 @@ _COMMANDS = {
     "diagnose": _diagnose,
     "advise": _advise,
     "samplers": _samplers,
+    "demo": _demo,
 }

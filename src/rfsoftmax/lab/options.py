@@ -7,10 +7,12 @@ from typing import Any, NoReturn, final
 
 from .catalogue import METHODS
 from .config import DEFAULTS, TASKS, Config, parse_option
+from .demo_config import DemoConfig
 
 _ABOUT = "Train models with many classes by sampled softmax, measure their samplers, and use the models."
 _EPILOG = """\
 examples:
+  rfsoftmax demo
   rfsoftmax train text --data ptb/ --method full --run runs/full
   rfsoftmax train text --data ptb/ --run runs/default            (the default sampler)
   rfsoftmax train text --run runs/default --resume               (after Ctrl-C, a crash or a kill)
@@ -49,7 +51,14 @@ def make_parser() -> argparse.ArgumentParser:
     about = "time every candidate on this machine and say which to use; with a run, also how close each comes"
     _add_advise(commands.add_parser("advise", help=about, description=about))
     commands.add_parser("samplers", help="what methods there are, and what they cost")
+    _add_demo(commands)
     return parser
+
+
+def demo_settings(given: argparse.Namespace) -> DemoConfig:
+    """The settings of the demo."""
+    named = {setting.name: getattr(given, setting.name) for setting in fields(DemoConfig)}
+    return DemoConfig(**{**named, "methods": tuple(named["methods"])})
 
 
 def settings(given: argparse.Namespace) -> dict[str, Any]:
@@ -147,6 +156,26 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-classes", type=_positive, default=100_000, help="classes, without a run [100000]")
     parser.add_argument("--batch-size", type=_positive, default=256, help="queries a step, without a run [256]")
     parser.add_argument("--num-negatives", type=_positive, help="negatives m of each query [100]")
+
+
+def _add_demo(commands: Any) -> None:
+    about = "what sampled softmax is good for, seen in three minutes"
+    more = (
+        "Train a small language model on the Python sources of this machine (nothing is downloaded) with the full "
+        "softmax, uniform negatives, the paper's random Fourier features and the default sampler, each for the same "
+        "seconds. Prints a table and what it shows, and writes a page with the curves of perplexity. "
+        "In brackets are the defaults."
+    )
+    parser = commands.add_parser("demo", help=about, description=more)
+    for setting in fields(DemoConfig):
+        name, default = f"--{setting.name.replace('_', '-')}", setting.default
+        if isinstance(default, tuple):
+            shown = f"{setting.metadata['help']} [{' '.join(default)}]"
+            parser.add_argument(name, nargs="+", default=default, metavar="NAME", help=shown)
+        else:
+            kind, shown = type(default), f"{setting.metadata['help']} [{default}]"
+            metavar = {"str": "PATH", "int": "N", "float": "X"}[kind.__name__]
+            parser.add_argument(name, type=_number(kind), default=default, metavar=metavar, help=shown)
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
