@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import rfsoftmax as rf
-from rfsoftmax import kernels, tree
+from rfsoftmax import fourier_kernels, kernels, tree
 from rfsoftmax.samplers import exact
 from rfsoftmax.samplers.base import sorted_uniforms
 from sampler_contract import (
@@ -476,14 +476,39 @@ def test_the_backends_draw_the_same(of: KernelContract, block_size: int, leaf: L
         assert_near(first.log_prob(hidden, few, exclude), second.log_prob(hidden, few, exclude), close)
 
 
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("name", ["orf", "sorf"])
+def test_an_update_leaves_classes_that_moved_within_the_tolerance(name: str, backend: str) -> None:
+    weight, hidden = problem(300)
+    options: Options = {"num_features": 32, "anchor": True, "tau": 4.0, "backend": backend, "generator": seeded(1)}
+    sampler = rf.make_sampler(name, num_classes=300, dim=DIM, tolerance=0.1, **options)
+    sampler.rebuild(weight)
+    before = copy.deepcopy(sampler)
+    direction = torch.nn.functional.normalize(torch.ones(DIM), dim=0)
+    ids, every = torch.tensor([7, 250]), torch.arange(300).expand(len(hidden), -1)
+    near = weight[ids] + 0.9 * 0.1 / 4.0 * direction
+    sampler.update(ids, near)
+    assert torch.equal(sampler.log_prob(hidden, every), before.log_prob(hidden, every))
+    # One of two moves on from where the sampler knows it, past the tolerance; the law holds all the same.
+    sampler.update(ids, torch.stack([weight[7] + 1.1 * 0.1 / 4.0 * direction, near[1]]))
+    changed = sampler.log_prob(hidden, every)
+    assert not torch.equal(changed[:, 7], before.log_prob(hidden, every)[:, 7])
+    before.tolerance = 0.0
+    before.update(ids[:1], weight[ids[:1]] + 1.1 * 0.1 / 4.0 * direction)
+    assert_near(changed, before.log_prob(hidden, every), (1e-5, 1e-5))
+    assert_near(changed.double().exp().sum(1), torch.ones(len(hidden)).double(), (1e-5, 1e-5))
+
+
 def test_the_torch_backend_runs_no_kernel_and_auto_does(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(*_: object) -> None:
         raise AssertionError("a kernel ran")
 
     weight, hidden = problem(300)
     twins = [name for name in vars(kernels) if hasattr(tree, name) and isfunction(getattr(kernels, name))]
-    for name in [*twins, "fourier_query", "fourier_draw"]:
+    for name in twins:
         monkeypatch.setattr(kernels, name, kernel)
+    for name in ("query", "draw", "update"):
+        monkeypatch.setattr(fourier_kernels, name, kernel)
     sampler = TestRandomFourier().make_sampler(300, backend="torch")
     sampler.rebuild(weight)
     sampler.update(torch.arange(3), weight[:3])
@@ -491,7 +516,7 @@ def test_the_torch_backend_runs_no_kernel_and_auto_does(monkeypatch: pytest.Monk
     sampler.log_prob(hidden, torch.arange(4))
     sampler.backend = "auto"
     for call in (
-        lambda: sampler.update(torch.arange(3), weight[:3]),
+        lambda: sampler.update(torch.arange(3), -weight[:3]),
         lambda: sampler.sample(hidden, 3),
         lambda: sampler.log_prob(hidden, torch.zeros(4).long()),
     ):
@@ -793,14 +818,14 @@ def test_nu_is_the_lesser_of_tau_and_half_the_log_of_num_features(tau: float, nu
             {"num_features": 8},
             TypeError,
             "options of 'quadratic': expected any of absolute, alpha, anchor, backend, beta, block_size, calibrate, "
-            "floor, leaf, stratified, got num_features",
+            "floor, leaf, stratified, tolerance, got num_features",
         ),
         (
             "rff",
             {"blocksize": 8},
             TypeError,
             "options of 'rff': expected any of absolute, anchor, backend, block_size, calibrate, floor, generator, "
-            "leaf, nu, num_features, stratified, got blocksize",
+            "leaf, nu, num_features, stratified, tolerance, got blocksize",
         ),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from . import losses
+from . import logit_kernels, losses
 from .samplers import DEFAULT_TAU, InBatchSampler, Sampler, Samples, make_sampler
 from .samplers.anchor import AnchoredSampler
 from .samplers.base import check_ids, check_matrix
@@ -19,7 +19,7 @@ Labels = Literal["pick_all", "pick_one"]
 Reduction = Literal["mean", "sum", "none"]
 
 # The best of all by measurement (docs/samplers.md).
-DEFAULT_SAMPLER: dict[str, Any] = {"name": "orf", "num_features": 128, "anchor": True, "nu": "auto"}
+DEFAULT_SAMPLER: dict[str, Any] = {"name": "orf", "num_features": 128, "anchor": True, "nu": "auto", "tolerance": 0.1}
 
 # Rows that a visit keeps to see whether the weight has moved.
 _NUM_WITNESSES = 64
@@ -236,10 +236,11 @@ class SoftmaxHead(nn.Module):
         kind = {**self._logit_kind, "sparse": self.sparse}
         # Padding stands for another label of its row: what nothing touches gets no gradient, not even one of 0.
         targets = torch.where(targets < 0, targets.amax(1, keepdim=True), targets)
+        gathered = logit_kernels if logit_kernels.suits(queries, self.weight) else losses
         if self.negatives == "per_example":
-            both = losses.gathered_logits(queries, self.weight, torch.cat([targets, ids], 1), **kind)
+            both = gathered.gathered_logits(queries, self.weight, torch.cat([targets, ids], 1), **kind)
             return both[:, : targets.shape[1]], both[:, targets.shape[1] :]
-        target_logits = losses.gathered_logits(queries, self.weight, targets, **kind)
+        target_logits = gathered.gathered_logits(queries, self.weight, targets, **kind)
         negative_logits = losses.shared_logits(queries, self.weight, ids[0], **kind)
         if self.loss == "nce":
             return target_logits, negative_logits

@@ -11,23 +11,24 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from .tree import LEAF_ABSOLUTE, LEAF_QUADRATIC, MAX_UNIFORM, MIN_MASS, MIN_SHARE, Query, Tree
 
 # Reassociation lets dot products use vector instructions; the flags that assume no NaN and no inf stay off.
-_compile = functools.partial(njit, cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
-_inline = functools.partial(_compile, inline="always")
+compiled = functools.partial(njit, cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+inlined = functools.partial(compiled, inline="always")
 # A class that has grown since the rebuild counts for at most this much more than the largest then, lest sums overflow.
 MAX_LOG_FACTOR = 60.0
-# Ratios of successive terms of the series of sin(x)/x and cos(x), from the ninth down.
-_SINE_TERMS = tuple(1 / (2 * k * (2 * k + 1)) for k in range(9, 0, -1))
-_COSINE_TERMS = tuple(1 / (2 * k * (2 * k - 1)) for k in range(9, 0, -1))
+# Ratios of successive terms of the series of exp(x), from the last down.
+_EXP_TERMS = tuple(1 / k for k in range(13, 0, -1))
 # Below this many multiplications waking a second thread costs more than it saves.
 _MIN_WORK_PER_THREAD = 1_000_000
 # Products of probabilities are turned into logs before they can underflow.
@@ -38,75 +39,6 @@ _LEAST_KEPT = 0.2
 _GROUP = 512
 
 
-class FourierSettings(NamedTuple):
-    """The numbers of a `KernelSampler` with a Fourier map: leaf query = leaf_hidden h + leaf_centred (h - anchor)."""
-
-    nu: float
-    floor: float
-    leaf_hidden: float
-    leaf_centred: float
-    anchored: bool
-    tau: float
-    log_shift: float
-
-
-def fourier_query(
-    tree: Tree,
-    hidden: Tensor,
-    excluded: Tensor,
-    frequencies: Tensor,
-    anchor: Tensor,
-    bias: Tensor,
-    settings: FourierSettings,
-) -> Query:
-    """The query that `KernelSampler` makes with a Fourier map; excluded (B, E) are positions."""
-    batch, width = len(hidden), 2 * len(frequencies)
-    query = Query(
-        hidden.new_empty(batch, width),
-        torch.empty(batch, dtype=torch.float64),
-        torch.empty_like(hidden),
-        excluded,
-        hidden.new_empty(excluded.shape),
-        torch.empty(excluded.shape, dtype=torch.float64),
-    )
-    source = (hidden.contiguous().numpy(), frequencies.numpy(), anchor.numpy(), bias.numpy())
-    state = _arrays(tree, query)
-    _spread(lambda a, b: _fourier_query(source, state, settings, a, b), batch, _query_cost(frequencies, excluded))
-    return query
-
-
-def fourier_draw(
-    tree: Tree,
-    hidden: Tensor,
-    excluded: Tensor,
-    frequencies: Tensor,
-    anchor: Tensor,
-    bias: Tensor,
-    settings: FourierSettings,
-    position: Tensor,
-    order: Tensor,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """`draw` for `fourier_query` in one call, of classes: for small batches what lies between costs more than either.
-
-    Here excluded (B, E) are classes; `position` (n + 1,) and `order` (n,) lead from them to positions and back.
-    """
-    ids = torch.empty(uniforms.shape, dtype=torch.int64)
-    log_q = torch.empty(uniforms.shape, dtype=torch.float64)
-    source = (hidden.contiguous().numpy(), frequencies.numpy(), anchor.numpy(), bias.numpy())
-    classes = (excluded.contiguous().numpy(), position.numpy(), order.numpy())
-    nodes = (tree.sums.numpy(), tree.weights.numpy(), tree.counts.numpy())
-    leaves = (tree.rows.numpy(), tree.offsets.numpy(), tree.block_size, tree.leaf_rule)
-    u, i, q = uniforms.numpy(), ids.numpy(), log_q.numpy()
-    cost = _query_cost(frequencies, excluded) + u.shape[1] * _cost(tree)
-    _spread(lambda a, b: _fourier_draw(source, classes, nodes, leaves, settings, u, i, q, a, b), len(u), cost)
-    return ids, log_q
-
-
-def _query_cost(frequencies: Tensor, excluded: Tensor) -> int:
-    return (1 + excluded.shape[1]) * (frequencies.numel() + 32 * len(frequencies))
-
-
 def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
     leaves = tree.leaf_of(positions).numpy()
     _add(tree.sums.numpy(), tree.weights.numpy(), leaves, psi.contiguous().numpy(), weight.numpy())
@@ -115,25 +47,25 @@ def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
 def renew(tree: Tree, positions: Tensor) -> None:
     leaves = tree.leaf_of(positions).unique().numpy()
     sums, weights = tree.sums.numpy(), tree.weights.numpy()
-    _spread(lambda a, b: _renew(sums, weights, leaves, a, b), sums.shape[1], len(leaves) * tree.depth)
+    spread(lambda a, b: _renew(sums, weights, leaves, a, b), sums.shape[1], len(leaves) * tree.depth)
 
 
 def draw(tree: Tree, query: Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     positions = torch.empty(uniforms.shape, dtype=torch.int64)
     log_q = torch.empty(uniforms.shape, dtype=torch.float64)
     state, u, p, q = _arrays(tree, query), uniforms.numpy(), positions.numpy(), log_q.numpy()
-    _spread(lambda a, b: _draw(state, u, p, q, a, b), len(u), u.shape[1] * _cost(tree))
+    spread(lambda a, b: _draw(state, u, p, q, a, b), len(u), u.shape[1] * path_cost(tree))
     return positions, log_q
 
 
 def log_prob(tree: Tree, query: Query, positions: Tensor) -> tuple[Tensor, Tensor]:
     log_q = torch.empty(positions.shape, dtype=torch.float64)
     state, p, q = _arrays(tree, query), positions.contiguous().numpy(), log_q.numpy()
-    _spread(lambda a, b: _log_prob(state, p, q, a, b), len(p), p.shape[1] * _cost(tree))
+    spread(lambda a, b: _log_prob(state, p, q, a, b), len(p), p.shape[1] * path_cost(tree))
     return positions, log_q
 
 
-def _cost(tree: Tree) -> int:
+def path_cost(tree: Tree) -> int:
     """About how many multiplications it takes to walk one path and score its block."""
     return tree.depth * tree.sums.shape[1] + tree.block_size * tree.rows.shape[1]
 
@@ -145,7 +77,7 @@ def _arrays(tree: Tree, query: Query) -> tuple[Any, ...]:
     return (*parts, *(t.numpy() for t in state), tree.block_size, tree.leaf_rule)
 
 
-def _spread(work: Callable[[int, int], None], size: int, cost: int) -> None:
+def spread(work: Callable[[int, int], None], size: int, cost: int) -> None:
     """work(start, stop) over [0, size) on as many threads as torch uses and the work is worth."""
     threads = min(torch.get_num_threads(), size, 1 + size * cost // _MIN_WORK_PER_THREAD)
     if threads <= 1:
@@ -165,15 +97,15 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="rfsoftmax")
 
 
-@_compile
-def _dot(x: np.ndarray, y: np.ndarray) -> float:
+@compiled
+def dot(x: np.ndarray, y: np.ndarray) -> float:
     total = x[0] - x[0]  # a zero of their own type, so that the loop keeps all its elements and whole vectors
     for i in range(x.shape[0]):
         total += x[i] * y[i]
     return total
 
 
-@_compile
+@compiled
 def _level(node: int) -> int:
     level = 0
     while node > 1:
@@ -182,7 +114,7 @@ def _level(node: int) -> int:
     return level
 
 
-@_compile
+@compiled
 def _add(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, psi: np.ndarray, weight: np.ndarray) -> None:
     for i in range(leaves.shape[0]):
         target, source = sums[leaves[i]], psi[i]
@@ -191,7 +123,7 @@ def _add(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, psi: np.ndar
         weights[leaves[i]] += weight[i]
 
 
-@_compile
+@compiled
 def _renew(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, start: int, stop: int) -> None:
     """Columns start..stop of all nodes above leaves, ascending; the thread with the first column does the weights."""
     blocks, count = sums.shape[0] // 2, leaves.shape[0]
@@ -215,88 +147,30 @@ def _renew(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, start: int
         count = kept
 
 
-@_compile
-def _cos_sin(angles: np.ndarray, cosines: np.ndarray, sines: np.ndarray, scale: float) -> None:
-    """scale x cos and sin of angles, exact to float64 and vectorised: series about multiples of pi/2."""
-    for i in range(angles.shape[0]):
-        turns = np.rint(angles[i] * (2 / np.pi))
-        x = angles[i] - turns * 1.5707963267341256 - turns * 6.077100506506192e-11
-        y = x * x
-        s, c = 1.0, 1.0
-        for k in range(9):
-            s = 1.0 - s * y * _SINE_TERMS[k]
-            c = 1.0 - c * y * _COSINE_TERMS[k]
-        s *= x
-        quarter = np.int64(turns) & 3
-        odd = (quarter & 1) == 1
-        cosine, sine = (s, c) if odd else (c, s)
-        cosines[i] = (-cosine if quarter == 1 or quarter == 2 else cosine) * scale
-        sines[i] = (-sine if quarter >= 2 else sine) * scale
+@intrinsic
+def _float_of_bits(context: Any, bits: Any) -> Any:
+    """The float64 with the bits of an int64."""
+
+    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.DoubleType())
+
+    return types.float64(types.int64), make
 
 
-@_compile
-def _fourier_draw(
-    source: tuple[np.ndarray, ...],
-    classes: tuple[np.ndarray, ...],
-    nodes: tuple[np.ndarray, ...],
-    leaves: tuple[Any, ...],
-    settings: FourierSettings,
-    uniforms: np.ndarray,
-    ids: np.ndarray,
-    log_q: np.ndarray,
-    start: int,
-    stop: int,
-) -> None:
-    (hidden, frequencies, anchor, bias), (excluded, position, order) = source, classes
-    size, num, dtype = stop - start, excluded.shape[1], hidden.dtype
-    positions = np.empty((size, num), np.int64)
-    for b in range(size):
-        for e in range(num):
-            positions[b, e] = position[excluded[start + b, e]]
-    features, leaf = np.empty((size, 2 * frequencies.shape[0]), dtype), np.empty((size, hidden.shape[1]), dtype)
-    query = (features, np.empty(size), leaf, positions, np.empty((size, num), dtype), np.empty((size, num)))
-    state = query + nodes + leaves
-    _fourier_query((hidden[start:stop], frequencies, anchor, bias), state, settings, 0, size)
-    _draw(state, uniforms[start:stop], ids[start:stop], log_q[start:stop], 0, size)
-    for b in range(start, stop):
-        for i in range(ids.shape[1]):
-            ids[b, i] = order[ids[b, i]]
+@compiled
+def _exp(x: np.ndarray, largest: float, out: np.ndarray, size: int) -> None:
+    """exp(x - largest) for x <= largest, exact to float64 and vectorised: 2^k times a series; below 1e-300 that."""
+    for i in range(size):
+        y = max(x[i] - largest, -690.0)
+        whole = np.rint(y * 1.4426950408889634)
+        y = y - whole * 0.6931471803691238 - whole * 1.9082149292705877e-10
+        z = 1.0
+        for k in range(13):
+            z = 1.0 + z * y * _EXP_TERMS[k]
+        out[i] = z * _float_of_bits((np.int64(whole) + 1023) << 52)
 
 
-@_compile
-def _fourier_query(
-    source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: FourierSettings, start: int, stop: int
-) -> None:
-    """Fills the parts of the query in state, except `excluded`, from source = hidden, frequencies, anchor, bias."""
-    hidden, frequencies, anchor, bias = source
-    features, floors, leaf, excluded, excluded_mass, excluded_weight, _, _, _, rows, _, _, _ = state
-    num, scale = frequencies.shape[0], 1 / np.sqrt(frequencies.shape[0])
-    x, psi, angles = np.empty_like(hidden[0]), np.empty_like(features[0]), np.empty(num)
-    for b in range(start, stop):
-        for j in range(x.shape[0]):
-            x[j] = hidden[b, j] - anchor[j]
-            leaf[b, j] = settings.leaf_hidden * hidden[b, j] + settings.leaf_centred * x[j]
-        for i in range(num):
-            angles[i] = _dot(frequencies[i], x)
-        _cos_sin(angles, features[b, :num], features[b, num:], scale)
-        floors[b] = settings.floor * np.exp(-0.5 * settings.nu * _dot(x, x))
-        for e in range(excluded.shape[1]):
-            excluded_mass[b, e], excluded_weight[b, e] = 0.0, 0.0
-            if excluded[b, e] < 0:
-                continue
-            row = rows[excluded[b, e]]
-            for i in range(num):
-                angles[i] = _dot(frequencies[i], row)
-            _cos_sin(angles, psi[:num], psi[num:], scale)
-            log_scale = -0.5 * settings.nu * _dot(row, row)
-            log_weight = settings.tau * _dot(row, anchor) if settings.anchored else log_scale
-            log_weight += bias[excluded[b, e]] - settings.log_shift
-            factor = np.exp(min(log_weight - log_scale, MAX_LOG_FACTOR))
-            excluded_mass[b, e] = factor * _dot(features[b], psi)
-            excluded_weight[b, e] = np.exp(log_weight)
-
-
-@_inline
+@inlined
 def _mark_excluded(excluded: np.ndarray, blocks: int, block_size: int, leaves: np.ndarray, levels: np.ndarray) -> None:
     """The leaf and the level of each excluded position; -1 has a level above every node and so no ancestor."""
     for e in range(excluded.shape[0]):
@@ -306,7 +180,7 @@ def _mark_excluded(excluded: np.ndarray, blocks: int, block_size: int, leaves: n
             levels[e] = _level(leaves[e])
 
 
-@_inline
+@inlined
 def _floored(
     node: int,
     level: int,
@@ -345,7 +219,7 @@ def _floored(
     return left, right
 
 
-@_inline
+@inlined
 def _block_logits(
     block: int, b: int, logits: np.ndarray, masses: np.ndarray, state: tuple[Any, ...]
 ) -> tuple[int, float, float]:
@@ -354,25 +228,28 @@ def _block_logits(
     start = block * block_size
     size = min(block_size, rows.shape[0] - start)
     for k in range(size):
-        dot = np.float64(_dot(queries[b], rows[start + k]))
+        score = np.float64(dot(queries[b], rows[start + k]))
         if leaf_rule == LEAF_ABSOLUTE:
-            dot = abs(dot)
+            score = abs(score)
         elif leaf_rule == LEAF_QUADRATIC:
-            dot = np.log1p(dot * dot)
-        logits[k] = dot + offsets[start + k]
+            score = np.log1p(score * score)
+        logits[k] = score + offsets[start + k]
     for e in range(excluded.shape[1]):
         if start <= excluded[b, e] < start + size:
             logits[excluded[b, e] - start] = -np.inf
     largest, total = -np.inf, 0.0
     for k in range(size):
         largest = max(largest, logits[k])
+    _exp(logits, largest, masses, size)
+    for e in range(excluded.shape[1]):
+        if start <= excluded[b, e] < start + size:
+            masses[excluded[b, e] - start] = 0.0
     for k in range(size):
-        masses[k] = np.exp(logits[k] - largest) if logits[k] > -np.inf else 0.0
         total += masses[k]
     return size, largest, total
 
 
-@_compile
+@compiled
 def _draw(
     state: tuple[Any, ...],
     uniforms: np.ndarray,
@@ -401,7 +278,7 @@ def _draw(
         for i in range(count):
             u[i] = uniforms[low + i]
             _mark_excluded(excluded[low + i], blocks, block_size, leaves[i], leaf_levels[i])
-            score = np.float64(_dot(phi[low + i], sums[1]))
+            score = np.float64(dot(phi[low + i], sums[1]))
             k = i if blocks > 1 else done + i
             queries[k], nodes[k], firsts[k], lasts[k] = i, 1, 0, num
             paths[k], log_paths[k], scores[k], scoreds[k] = 1.0, 0.0, score, score
@@ -410,14 +287,14 @@ def _draw(
         while count:
             level += 1
             for i in range(count):
-                score_left[i] = _dot(phi[low + queries[here + i]], sums[2 * nodes[here + i]])
+                score_left[i] = dot(phi[low + queries[here + i]], sums[2 * nodes[here + i]])
             kept = there
             for i in range(here, here + count):
                 query, node, first, last, path = queries[i], nodes[i], firsts[i], lasts[i], paths[i]
                 of_left = score_left[i - here]
                 of_right, scored = scores[i] - of_left, scoreds[i]
                 if of_right < _LEAST_KEPT * scored or scored <= 0.0:
-                    of_right = np.float64(_dot(phi[low + query], sums[2 * node + 1]))
+                    of_right = np.float64(dot(phi[low + query], sums[2 * node + 1]))
                     scored = of_right
                 left, right = _floored(node, level, of_left, of_right, low + query, query, leaves, leaf_levels, state)
                 p = left / (left + right)
@@ -464,7 +341,7 @@ def _draw(
                 log_q[b, j] = log_path + logits[k]
 
 
-@_compile
+@compiled
 def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, start: int, stop: int) -> None:
     phi, excluded, sums, block_size = state[0], state[3], state[6], state[11]
     blocks = sums.shape[0] // 2
@@ -483,14 +360,14 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
             level = _level(node)
             while node > 1:
                 parent = node >> 1
-                left, right = np.float64(_dot(phi[b], sums[2 * parent])), np.float64(_dot(phi[b], sums[2 * parent + 1]))
+                left, right = np.float64(dot(phi[b], sums[2 * parent])), np.float64(dot(phi[b], sums[2 * parent + 1]))
                 left, right = _floored(parent, level, left, right, b, 0, leaves, leaf_levels, state)
                 value += np.log((right if node & 1 else left) / (left + right))
                 node, level = parent, level - 1
             log_q[b, i] = value
 
 
-@_compile
+@compiled
 def alias_table(probability: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Walker's table by Vose's method: n P(i) = keep[i] + the sum of 1 - keep[j] over all j with alias[j] = i."""
     n = probability.shape[0]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import _arrays, _block_logits, _compile, _spread
+from .kernels import _arrays, _block_logits, compiled, spread
 from .tree import MAX_UNIFORM, Query, Tree
 
 
@@ -20,7 +20,7 @@ def draw(leaves: Tree, query: Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     state = _arrays(leaves, query._replace(features=query.features.softmax(1)))
     u, p, q = uniforms.numpy(), positions.numpy(), log_q.numpy()
     cost = query.features.shape[1] + u.shape[1] * leaves.block_size * query.leaf.shape[1]
-    _spread(lambda a, b: _draw(state, u, p, q, a, b), len(u), cost)
+    spread(lambda a, b: _draw(state, u, p, q, a, b), len(u), cost)
     return positions, log_q
 
 
@@ -28,17 +28,17 @@ def log_prob(leaves: Tree, query: Query, positions: Tensor) -> Tensor:
     log_q = query.features.double().log_softmax(1).gather(1, positions // leaves.block_size)
     state, p, q = _arrays(leaves, query), positions.contiguous().numpy(), log_q.numpy()
     cost = p.shape[1] * leaves.block_size * query.leaf.shape[1]
-    _spread(lambda a, b: _log_prob(state, p, q, a, b), len(p), cost)
+    spread(lambda a, b: _log_prob(state, p, q, a, b), len(p), cost)
     return log_q
 
 
 def exclude(leaves: Tree, query: Query, log_weight: Tensor) -> None:
     state, weight = _arrays(leaves, query), log_weight.numpy()
     cost = query.excluded.shape[1] * leaves.block_size * query.leaf.shape[1]
-    _spread(lambda a, b: _exclude(state, weight, a, b), len(query.leaf), cost)
+    spread(lambda a, b: _exclude(state, weight, a, b), len(query.leaf), cost)
 
 
-@_compile
+@compiled
 def _draw(
     state: tuple[Any, ...],
     uniforms: np.ndarray,
@@ -76,7 +76,7 @@ def _draw(
             first = last
 
 
-@_compile
+@compiled
 def _places(u: np.ndarray, masses: np.ndarray, total: float, places: np.ndarray) -> None:
     """The places in masses (b,) of sorted uniforms u (k,)."""
     k, cdf, end = 0, masses[0], masses.shape[0] - 1
@@ -89,7 +89,7 @@ def _places(u: np.ndarray, masses: np.ndarray, total: float, places: np.ndarray)
         places[i] = k
 
 
-@_compile
+@compiled
 def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, start: int, stop: int) -> None:
     """Adds log p(i | block) to log_q, which holds log P(block)."""
     block_size = state[11]
@@ -104,7 +104,7 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
                 log_q[b, i] += logits[place] - largest - np.log(total)
 
 
-@_compile
+@compiled
 def _exclude(state: tuple[Any, ...], log_weight: np.ndarray, start: int, stop: int) -> None:
     log_masses, excluded, block_size = state[0], state[3], state[11]
     logits, masses = np.empty(block_size), np.empty(block_size)
@@ -117,7 +117,7 @@ def _exclude(state: tuple[Any, ...], log_weight: np.ndarray, start: int, stop: i
                 log_masses[b, block] = _log_mass(log_weight[first : first + size], logits)
 
 
-@_compile
+@compiled
 def _log_mass(log_weight: np.ndarray, logits: np.ndarray) -> float:
     """log A + the mean of o_i - log a_i by weights a_i, over the classes of a block whose logit o_i is not -inf."""
     largest, total, excess = -np.inf, 0.0, 0.0

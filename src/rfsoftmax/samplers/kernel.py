@@ -7,7 +7,7 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from .. import kernels, tree
+from .. import fourier_kernels, kernels, tree
 from ..calibration import Calibration, Probe, calibrate, probed_blocks
 from ..features import FeatureMap, GaussianMap, OrthogonalFourier, Quadratic, RandomFourier
 from .anchor import RECENT_PER_BATCH, AnchoredSampler
@@ -34,6 +34,8 @@ class KernelSampler(AnchoredSampler):
       that a block holds classes of like weight; in between both stay, which makes q a little rougher, never wrong.
     - `calibrate`: at each rebuild the map moves to the nu with the least chi2 on a probe of recent queries; the
       attribute `calibration` says which, and what twice as many frequencies would gain.
+    - `tolerance`: `update` leaves a class as it is until its logit for some query of unit length may have moved by
+      more, tau |c' - c| + |b' - b|: most negatives move little, and their q a little late is exact all the same.
     - `backend`: "numba" for CPU tensors and "torch" for any; "auto" takes numba where it can.
 
     Shared draws follow the mixture of the batch's queries in the tree, phi_bar = mean_b phi(h_b) / Z_b, and the leaf
@@ -51,6 +53,7 @@ class KernelSampler(AnchoredSampler):
         absolute: bool = False,
         floor: float = 0.2,
         calibrate: bool = False,
+        tolerance: float = 0.0,
         stratified: bool = True,
         backend: Backend = "auto",
     ) -> None:
@@ -59,6 +62,8 @@ class KernelSampler(AnchoredSampler):
             raise ValueError(f"block_size: expected at least 1, got {block_size}")
         if not 0 < floor < math.inf:
             raise ValueError(f"floor: expected a positive finite number, got {floor}")
+        if not 0 <= tolerance < math.inf:
+            raise ValueError(f"tolerance: expected a finite number of at least 0, got {tolerance}")
         if leaf not in get_args(Leaf):
             raise ValueError(f"leaf: expected one of {get_args(Leaf)}, got {leaf!r}")
         if backend not in get_args(Backend):
@@ -75,6 +80,7 @@ class KernelSampler(AnchoredSampler):
         self.leaf = leaf
         self.absolute = absolute
         self.floor = floor
+        self.tolerance = tolerance
         self.backend = backend
         self.tree = tree.Tree(block_size, self._leaf_rule())
         self.log_shift = 0.0
@@ -116,15 +122,34 @@ class KernelSampler(AnchoredSampler):
 
     def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         check_dim("rows", rows, self.feature_map.dim)
-        positions, rows, bias, walk = self.position[ids], rows.to(self.tree.rows), bias.to(self.bias), self._walk()
+        positions, order = self.position[ids].sort()
+        rows, bias = rows.to(self.tree.rows)[order], bias.to(self.bias)[order]
+        moved = self._moved(positions, rows, bias)
+        positions, rows, bias, walk = positions[moved], rows[moved], bias[moved], self._walk()
+        if not len(positions):
+            return
+        if self._is_fourier():
+            fourier_kernels.update(self.tree, positions, rows, bias, self._fourier())
+        else:
+            self._replace(positions, rows, bias)
+        self.tree.offsets[positions] = self._offsets(rows, bias)
+        walk.renew(self.tree, positions)
+
+    def _moved(self, positions: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
+        """Which of the rows (k,) would have their logit for some unit query moved by more than the tolerance."""
+        distance = self.tau * (rows - self.tree.rows[positions]).norm(dim=1) + (bias - self.bias[positions]).abs()
+        return distance > self.tolerance
+
+    def _replace(self, positions: Tensor, rows: Tensor, bias: Tensor) -> None:
+        """Take in new rows and biases, also in the leaves' sums."""
         step = max(1, tree.CACHED_ELEMENTS // self.feature_map.width)
         for some, new, new_bias in zip(positions.split(step), rows.split(step), bias.split(step), strict=True):
             both, both_bias = torch.cat([new, self.tree.rows[some]]), torch.cat([new_bias, self.bias[some]])
             psi, weight = self._class_features(both, both_bias)
-            walk.add(self.tree, some, psi[: len(new)] - psi[len(new) :], weight[: len(new)] - weight[len(new) :])
+            self._walk().add(
+                self.tree, some, psi[: len(new)] - psi[len(new) :], weight[: len(new)] - weight[len(new) :]
+            )
         self.tree.rows[positions], self.bias[positions] = rows, bias
-        self.tree.offsets[positions] = self._offsets(rows, bias)
-        walk.renew(self.tree, positions)
 
     def _draw(
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
@@ -134,8 +159,8 @@ class KernelSampler(AnchoredSampler):
             positions, log_q = self._walk().draw(self.tree, self._query(hidden, exclude, shared), uniforms)
             ids = self.order[positions]
         else:
-            query = self._fourier(hidden, exclude)
-            ids, log_q = kernels.fourier_draw(*query, self.position, self.order, uniforms)
+            rows, places = hidden.to(self.tree.rows), (self.position, self.order)
+            ids, log_q = fourier_kernels.draw(self.tree, rows, exclude, self._fourier(), *places, uniforms)
         self._observe(hidden)
         return ids, log_q
 
@@ -192,7 +217,7 @@ class KernelSampler(AnchoredSampler):
 
     def _query(self, hidden: Tensor, exclude: Tensor, shared: bool) -> tree.Query:
         if self._is_fourier() and not shared:
-            return kernels.fourier_query(*self._fourier(hidden, self.position[exclude]))
+            return fourier_kernels.query(self.tree, hidden.to(self.tree.rows), self.position[exclude], self._fourier())
         hidden, positions, batch = hidden.to(self.tree.rows), self.position[exclude], len(hidden)
         centred = hidden - self.anchor
         # One pass of the feature map serves the queries and the rows of what they exclude.
@@ -209,16 +234,14 @@ class KernelSampler(AnchoredSampler):
     def _is_fourier(self) -> bool:
         return isinstance(self.feature_map, RandomFourier | OrthogonalFourier) and self._walk() is kernels
 
-    def _fourier(
-        self, hidden: Tensor, excluded: Tensor
-    ) -> tuple[tree.Tree, Tensor, Tensor, Tensor, Tensor, Tensor, kernels.FourierSettings]:
-        """What `kernels.fourier_query` takes, if `_is_fourier`."""
+    def _fourier(self) -> fourier_kernels.Fourier:
+        """What `fourier_kernels` take, if `_is_fourier`."""
         kind: RandomFourier = self.feature_map  # type: ignore[assignment]
         of_centred = 0.0 if self.leaf == "exact" else kind.nu - self.tau
-        settings = kernels.FourierSettings(
+        settings = fourier_kernels.Settings(
             kind.nu, self.floor, self.tau, of_centred, self.anchored, self.tau, self.log_shift
         )
-        return self.tree, hidden.to(self.tree.rows), excluded, kind.frequencies, self.anchor, self.bias, settings
+        return fourier_kernels.Fourier(kind.frequencies, self.anchor, self.bias, settings)
 
     def _mixture(self, query: tree.Query) -> tree.Query:
         """One query for the whole batch: each row counts by its share phi(h_b) / Z_b, as the tree is linear in phi."""

@@ -1,0 +1,250 @@
+"""`KernelSampler` with a Fourier map on CPU tensors, compiled by numba: queries, draws and updates, no torch between.
+
+For small batches the calls that lie between features and walk cost more than either; for updates the features of all
+rows that moved would fill the memory's bus twice. What the feature map computes by torch is computed here by the same
+formulas, to rounding.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .kernels import MAX_LOG_FACTOR, _arrays, _draw, compiled, dot, path_cost, spread
+from .tree import Query, Tree
+
+# Ratios of successive terms of the series of sin(x)/x and cos(x), from the ninth down.
+_SINE_TERMS = tuple(1 / (2 * k * (2 * k + 1)) for k in range(9, 0, -1))
+_COSINE_TERMS = tuple(1 / (2 * k * (2 * k - 1)) for k in range(9, 0, -1))
+
+
+class Settings(NamedTuple):
+    """The numbers of a `KernelSampler` with a Fourier map: leaf query = leaf_hidden h + leaf_centred (h - anchor)."""
+
+    nu: float
+    floor: float
+    leaf_hidden: float
+    leaf_centred: float
+    anchored: bool
+    tau: float
+    log_shift: float
+
+
+class Fourier(NamedTuple):
+    """What the features of queries and classes are made of."""
+
+    frequencies: Tensor  # (D, d)
+    anchor: Tensor  # (d,)
+    bias: Tensor  # (n,), in the order of positions
+    settings: Settings
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.frequencies.numpy(), self.anchor.numpy(), self.bias.numpy()
+
+
+def query(tree: Tree, hidden: Tensor, excluded: Tensor, fourier: Fourier) -> Query:
+    """The query that `KernelSampler` makes of hidden (B, d); excluded (B, E) are positions."""
+    batch, width = len(hidden), 2 * len(fourier.frequencies)
+    made = Query(
+        hidden.new_empty(batch, width),
+        torch.empty(batch, dtype=torch.float64),
+        torch.empty_like(hidden),
+        excluded,
+        hidden.new_empty(excluded.shape),
+        torch.empty(excluded.shape, dtype=torch.float64),
+    )
+    source = (hidden.contiguous().numpy(), *fourier.arrays())
+    state, settings = _arrays(tree, made), fourier.settings
+    spread(lambda a, b: _query(source, state, settings, a, b), batch, _query_cost(fourier, excluded))
+    return made
+
+
+def draw(
+    tree: Tree,
+    hidden: Tensor,
+    excluded: Tensor,
+    fourier: Fourier,
+    position: Tensor,
+    order: Tensor,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`kernels.draw` for `query` in one call, of classes.
+
+    Here excluded (B, E) are classes; `position` (n + 1,) and `order` (n,) lead from them to positions and back.
+    """
+    ids = torch.empty(uniforms.shape, dtype=torch.int64)
+    log_q = torch.empty(uniforms.shape, dtype=torch.float64)
+    source = (hidden.contiguous().numpy(), *fourier.arrays())
+    classes = (excluded.contiguous().numpy(), position.numpy(), order.numpy())
+    nodes = (tree.sums.numpy(), tree.weights.numpy(), tree.counts.numpy())
+    leaves = (tree.rows.numpy(), tree.offsets.numpy(), tree.block_size, tree.leaf_rule)
+    u, i, q, settings = uniforms.numpy(), ids.numpy(), log_q.numpy(), fourier.settings
+    cost = _query_cost(fourier, excluded) + u.shape[1] * path_cost(tree)
+    spread(lambda a, b: _query_and_draw(source, classes, nodes, leaves, settings, u, i, q, a, b), len(u), cost)
+    return ids, log_q
+
+
+def update(tree: Tree, positions: Tensor, rows: Tensor, bias: Tensor, fourier: Fourier) -> None:
+    """Give positions (k,), ascending, new rows (k, d) and biases (k,), here and in the leaves' sums and weights.
+
+    Offsets, and the nodes above the leaves, are for the caller.
+    """
+    leaves = tree.leaf_of(positions).numpy()
+    # One thread for all rows of a leaf.
+    starts = np.flatnonzero(np.diff(leaves, prepend=-1))
+    edges = np.append(starts, len(leaves))
+    new = (positions.numpy(), leaves, rows.contiguous().numpy(), bias.contiguous().numpy())
+    state = (tree.sums.numpy(), tree.weights.numpy(), tree.rows.numpy())
+    frequencies, anchor, old_bias = fourier.arrays()
+    source, settings = (np.ascontiguousarray(frequencies.T), anchor, old_bias), fourier.settings
+    cost = 2 * _class_cost(fourier) * len(leaves) // len(starts)
+    spread(lambda a, b: _update(new, source, settings, state, edges, a, b), len(starts), cost)
+
+
+def _class_cost(fourier: Fourier) -> int:
+    return fourier.frequencies.numel() + 32 * len(fourier.frequencies)
+
+
+def _query_cost(fourier: Fourier, excluded: Tensor) -> int:
+    return (1 + excluded.shape[1]) * _class_cost(fourier)
+
+
+@compiled
+def _cos_sin(angles: np.ndarray, cosines: np.ndarray, sines: np.ndarray, scale: float) -> None:
+    """scale x cos and sin of angles, exact to their own type and vectorised: series about multiples of pi/2."""
+    one = cosines.dtype.type(1.0)
+    for i in range(angles.shape[0]):
+        angle = np.float64(angles[i])
+        turns = np.rint(angle * (2 / np.pi))
+        x = cosines.dtype.type(angle - turns * 1.5707963267341256 - turns * 6.077100506506192e-11)
+        y = x * x
+        s, c = one, one
+        for k in range(9):
+            s = one - s * y * cosines.dtype.type(_SINE_TERMS[k])
+            c = one - c * y * cosines.dtype.type(_COSINE_TERMS[k])
+        s *= x
+        quarter = np.int32(turns) & 3
+        odd = (quarter & 1) == 1
+        cosine, sine = (s, c) if odd else (c, s)
+        cosines[i] = (-cosine if quarter == 1 or quarter == 2 else cosine) * cosines.dtype.type(scale)
+        sines[i] = (-sine if quarter >= 2 else sine) * cosines.dtype.type(scale)
+
+
+@compiled
+def _log_weight(row: np.ndarray, bias: float, anchor: np.ndarray, settings: Settings) -> tuple[float, float]:
+    """The log of a class's weight, and of the factor that makes psi of phi."""
+    log_scale = -0.5 * settings.nu * dot(row, row)
+    log_weight = settings.tau * dot(row, anchor) if settings.anchored else log_scale
+    log_weight += bias - settings.log_shift
+    return log_weight, min(log_weight - log_scale, MAX_LOG_FACTOR)
+
+
+@compiled
+def _query_and_draw(
+    source: tuple[np.ndarray, ...],
+    classes: tuple[np.ndarray, ...],
+    nodes: tuple[np.ndarray, ...],
+    leaves: tuple[Any, ...],
+    settings: Settings,
+    uniforms: np.ndarray,
+    ids: np.ndarray,
+    log_q: np.ndarray,
+    start: int,
+    stop: int,
+) -> None:
+    (hidden, frequencies, anchor, bias), (excluded, position, order) = source, classes
+    size, num, dtype = stop - start, excluded.shape[1], hidden.dtype
+    positions = np.empty((size, num), np.int64)
+    for b in range(size):
+        for e in range(num):
+            positions[b, e] = position[excluded[start + b, e]]
+    features, leaf = np.empty((size, 2 * frequencies.shape[0]), dtype), np.empty((size, hidden.shape[1]), dtype)
+    query = (features, np.empty(size), leaf, positions, np.empty((size, num), dtype), np.empty((size, num)))
+    state = query + nodes + leaves
+    _query((hidden[start:stop], frequencies, anchor, bias), state, settings, 0, size)
+    _draw(state, uniforms[start:stop], ids[start:stop], log_q[start:stop], 0, size)
+    for b in range(start, stop):
+        for i in range(ids.shape[1]):
+            ids[b, i] = order[ids[b, i]]
+
+
+@compiled
+def _query(source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: Settings, start: int, stop: int) -> None:
+    """Fills the parts of the query in state, except `excluded`, from source = hidden, frequencies, anchor, bias."""
+    hidden, frequencies, anchor, bias = source
+    features, floors, leaf, excluded, excluded_mass, excluded_weight, _, _, _, rows, _, _, _ = state
+    num, scale = frequencies.shape[0], 1 / np.sqrt(frequencies.shape[0])
+    x, psi, angles = np.empty_like(hidden[0]), np.empty_like(features[0]), np.empty(num, hidden.dtype)
+    for b in range(start, stop):
+        for j in range(x.shape[0]):
+            x[j] = hidden[b, j] - anchor[j]
+            leaf[b, j] = settings.leaf_hidden * hidden[b, j] + settings.leaf_centred * x[j]
+        for i in range(num):
+            angles[i] = dot(frequencies[i], x)
+        _cos_sin(angles, features[b, :num], features[b, num:], scale)
+        floors[b] = settings.floor * np.exp(-0.5 * settings.nu * dot(x, x))
+        for e in range(excluded.shape[1]):
+            excluded_mass[b, e], excluded_weight[b, e] = 0.0, 0.0
+            if excluded[b, e] < 0:
+                continue
+            row = rows[excluded[b, e]]
+            for i in range(num):
+                angles[i] = dot(frequencies[i], row)
+            _cos_sin(angles, psi[:num], psi[num:], scale)
+            log_weight, log_factor = _log_weight(row, bias[excluded[b, e]], anchor, settings)
+            excluded_mass[b, e] = np.exp(log_factor) * dot(features[b], psi)
+            excluded_weight[b, e] = np.exp(log_weight)
+
+
+@compiled
+def _angles(frequencies: np.ndarray, x: np.ndarray, y: np.ndarray, of_x: np.ndarray, of_y: np.ndarray) -> None:
+    """x and y (d,) times frequencies (d, D): whole vectors of D, four rows at a time, each read once for both."""
+    of_x[:] = 0.0
+    of_y[:] = 0.0
+    end = x.shape[0] // 4 * 4
+    for j in range(0, end, 4):
+        f0, f1, f2, f3 = frequencies[j], frequencies[j + 1], frequencies[j + 2], frequencies[j + 3]
+        x0, x1, x2, x3, y0, y1, y2, y3 = x[j], x[j + 1], x[j + 2], x[j + 3], y[j], y[j + 1], y[j + 2], y[j + 3]
+        for i in range(of_x.shape[0]):
+            of_x[i] += x0 * f0[i] + x1 * f1[i] + x2 * f2[i] + x3 * f3[i]
+            of_y[i] += y0 * f0[i] + y1 * f1[i] + y2 * f2[i] + y3 * f3[i]
+    for j in range(end, x.shape[0]):
+        for i in range(of_x.shape[0]):
+            of_x[i] += x[j] * frequencies[j, i]
+            of_y[i] += y[j] * frequencies[j, i]
+
+
+@compiled
+def _update(
+    new: tuple[np.ndarray, ...],
+    source: tuple[np.ndarray, ...],
+    settings: Settings,
+    state: tuple[np.ndarray, ...],
+    edges: np.ndarray,
+    start: int,
+    stop: int,
+) -> None:
+    """The leaves number start to stop of those that change; leaf k has the places edges[k] to edges[k + 1] of `new`."""
+    (positions, leaves, new_rows, new_bias), (frequencies, anchor, bias), (sums, weights, rows) = new, source, state
+    num, scale = frequencies.shape[1], 1 / np.sqrt(frequencies.shape[1])
+    angles, psi, total = np.empty((2, num), rows.dtype), np.empty(2 * num, rows.dtype), np.empty(2 * num, rows.dtype)
+    for k in range(start, stop):
+        leaf, weight = leaves[edges[k]], 0.0
+        total[:] = 0.0
+        for i in range(edges[k], edges[k + 1]):
+            position = positions[i]
+            _angles(frequencies, rows[position], new_rows[i], angles[0], angles[1])
+            for is_new in range(2):
+                if is_new:
+                    rows[position], bias[position] = new_rows[i], new_bias[i]
+                sign = 1.0 if is_new else -1.0
+                log_weight, log_factor = _log_weight(rows[position], bias[position], anchor, settings)
+                _cos_sin(angles[is_new], psi[:num], psi[num:], sign * scale * np.exp(log_factor))
+                for j in range(2 * num):
+                    total[j] += psi[j]
+                weight += sign * np.exp(log_weight)
+        target = sums[leaf]
+        for j in range(2 * num):
+            target[j] += total[j]
+        weights[leaf] += weight

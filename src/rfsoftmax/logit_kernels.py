@@ -1,0 +1,155 @@
+"""`losses.gathered_logits` for CPU tensors, compiled by numba: same signature, same result, no (B, P, d) tensor.
+
+Forward reads each class row once and keeps its dot product and length. Backward sorts the ids, so that the gradient of
+a class that occurs several times is summed once and normalised once: the sparse gradient has each class once, in order,
+which a sparse optimizer coalesces at once. What a thread computes does not depend on how many there are.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .kernels import compiled, dot, spread
+
+_NORMALIZE_EPS = 1e-12  # the default of F.normalize
+
+
+def suits(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether `gathered_logits` takes these; what it does not take is for `losses.gathered_logits`."""
+    return (
+        weight.device.type == "cpu" and weight.dtype == hidden.dtype and weight.dtype in (torch.float32, torch.float64)
+    )
+
+
+def gathered_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    tau: float = 1.0,
+    normalize: bool = False,
+    absolute: bool = False,
+    sparse: bool = True,
+) -> Tensor:
+    logits: Tensor = _GatheredDots.apply(tau * hidden, weight, ids, normalize, sparse)
+    if bias is not None:
+        logits = logits + torch.gather(bias, 0, ids.flatten(), sparse_grad=sparse).view(ids.shape)
+    return logits.abs() if absolute else logits
+
+
+class _GatheredDots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, queries: Tensor, weight: Tensor, ids: Tensor, normalize: bool, sparse: bool) -> Tensor:
+        queries, weight, ids = queries.contiguous(), weight.contiguous(), ids.contiguous()
+        dots, norms = queries.new_empty(ids.shape), queries.new_empty(ids.shape if normalize else (1, 1))
+        q, w, i, out, lengths = (t.detach().numpy() for t in (queries, weight, ids, dots, norms))
+        spread(lambda a, b: _forward(q, w, i, normalize, out, lengths, a, b), len(ids), ids.shape[1] * q.shape[1])
+        ctx.save_for_backward(queries, weight, ids, dots, norms)
+        ctx.normalize, ctx.sparse = normalize, sparse
+        return dots
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        queries, weight, ids, dots, norms = ctx.saved_tensors
+        grad = grad.contiguous()
+        arrays = tuple(t.detach().numpy() for t in (queries, weight, ids, dots, norms, grad))
+        grad_queries = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_queries = torch.empty_like(queries)
+            out = grad_queries.numpy()
+            cost = ids.shape[1] * queries.shape[1]
+            spread(lambda a, b: _query_gradient(arrays, ctx.normalize, out, a, b), len(ids), cost)
+        if ctx.needs_input_grad[1]:
+            classes, rows = _weight_gradient(arrays, ctx.normalize)
+            if ctx.sparse:
+                shape = tuple(weight.shape)
+                grad_weight = torch.sparse_coo_tensor(
+                    classes[None], rows, shape, is_coalesced=True, check_invariants=False
+                )
+            else:
+                grad_weight = torch.zeros_like(weight).index_copy_(0, classes, rows)
+        return grad_queries, grad_weight, None, None, None
+
+
+def _weight_gradient(arrays: tuple[np.ndarray, ...], normalize: bool) -> tuple[Tensor, Tensor]:
+    """The classes that occur (U,), ascending, and the gradients of their rows (U, d)."""
+    flat = arrays[2].reshape(-1)
+    order = np.argsort(flat)
+    starts = np.flatnonzero(np.diff(flat[order], prepend=-1))
+    classes, rows = flat[order[starts]], np.empty((len(starts), arrays[0].shape[1]), arrays[0].dtype)
+    ends = np.append(starts[1:], len(flat))
+    cost = len(flat) * rows.shape[1] // max(1, len(starts))
+    spread(lambda a, b: _row_gradients(arrays, normalize, order, starts, ends, rows, a, b), len(starts), cost)
+    return torch.from_numpy(classes), torch.from_numpy(rows)
+
+
+@compiled
+def _forward(
+    queries: np.ndarray,
+    weight: np.ndarray,
+    ids: np.ndarray,
+    normalize: bool,
+    dots: np.ndarray,
+    norms: np.ndarray,
+    start: int,
+    stop: int,
+) -> None:
+    for b in range(start, stop):
+        for p in range(ids.shape[1]):
+            row = weight[ids[b, p]]
+            dots[b, p] = dot(queries[b], row)
+            if normalize:
+                norms[b, p] = np.sqrt(dot(row, row))
+                dots[b, p] /= max(norms[b, p], _NORMALIZE_EPS)
+
+
+@compiled
+def _query_gradient(arrays: tuple[np.ndarray, ...], normalize: bool, out: np.ndarray, start: int, stop: int) -> None:
+    _, weight, ids, _, norms, grad = arrays
+    for b in range(start, stop):
+        total = out[b]
+        total[:] = 0.0
+        for p in range(ids.shape[1]):
+            row, factor = weight[ids[b, p]], grad[b, p]
+            if normalize:
+                factor /= max(norms[b, p], _NORMALIZE_EPS)
+            for j in range(total.shape[0]):
+                total[j] += factor * row[j]
+
+
+@compiled
+def _row_gradients(
+    arrays: tuple[np.ndarray, ...],
+    normalize: bool,
+    order: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    rows: np.ndarray,
+    start: int,
+    stop: int,
+) -> None:
+    queries, weight, ids, dots, norms, grad = arrays
+    width = ids.shape[1]
+    for k in range(start, stop):
+        total = rows[k]
+        total[:] = 0.0
+        radial = total[0]
+        for place in order[starts[k] : ends[k]]:
+            b, p = divmod(place, width)
+            query, factor = queries[b], grad[b, p]
+            radial += factor * dots[b, p]
+            for j in range(total.shape[0]):
+                total[j] += factor * query[j]
+        if normalize:
+            # d/dv of q.v/|v| is (q - u (u.q)) / |v|, u = v/|v|; below eps the length is a constant.
+            b, p = divmod(order[starts[k]], width)
+            norm, row = norms[b, p], weight[ids[b, p]]
+            scale = 1 / max(norm, _NORMALIZE_EPS)
+            along = radial * scale if norm >= _NORMALIZE_EPS else 0 * radial
+            for j in range(total.shape[0]):
+                total[j] = (total[j] - along * row[j]) * scale
