@@ -16,7 +16,8 @@ FORMS = [
 ]
 
 
-def inputs(batch: int, num: int, num_classes: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    batch, num, num_classes, dim = shape
     g = torch.Generator().manual_seed(batch + num_classes)
     hidden = torch.randn(batch, dim, generator=g, dtype=dtype)
     weight = torch.randn(num_classes, dim, generator=g, dtype=dtype)
@@ -36,7 +37,7 @@ def value_and_grads(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 5, 3), (7, 40, 9, 5), (300, 101, 507, 64)])
 def test_logits_and_gradients_are_those_of_the_plain_twin(form: dict[str, Any], shape: tuple[int, ...]) -> None:
-    made = inputs(*shape, dtype=torch.float64)
+    made = inputs(shape, torch.float64)
     for found, expected in zip(
         value_and_grads(logit_kernels, *made, **form), value_and_grads(losses, *made, **form), strict=True
     ):
@@ -45,7 +46,7 @@ def test_logits_and_gradients_are_those_of_the_plain_twin(form: dict[str, Any], 
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_float32_is_no_less_exact_than_the_plain_twin(normalize: bool) -> None:
-    made = inputs(20, 60, 30, 64, torch.float64)
+    made = inputs((20, 60, 30, 64), torch.float64)
     truth = value_and_grads(losses, *made, normalize=normalize)
     single = [x.float() if x.is_floating_point() else x for x in made]
     errors = [
@@ -57,7 +58,7 @@ def test_float32_is_no_less_exact_than_the_plain_twin(normalize: bool) -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_gradcheck(normalize: bool) -> None:
-    hidden, weight, _, ids = inputs(3, 4, 5, 3, torch.float64)
+    hidden, weight, _, ids = inputs((3, 4, 5, 3), torch.float64)
 
     def logits(hidden: Tensor, weight: Tensor) -> Tensor:
         return logit_kernels.gathered_logits(hidden, weight, ids, normalize=normalize, sparse=False)
@@ -66,7 +67,7 @@ def test_gradcheck(normalize: bool) -> None:
 
 
 def test_a_sparse_gradient_holds_each_class_that_occurs_once_in_order() -> None:
-    hidden, weight, _, ids = inputs(6, 8, 20, 4, torch.float32)
+    hidden, weight, _, ids = inputs((6, 8, 20, 4), torch.float32)
     weight.requires_grad_()
     logit_kernels.gathered_logits(hidden, weight, ids, normalize=True).sum().backward()
     assert weight.grad is not None
@@ -74,7 +75,7 @@ def test_a_sparse_gradient_holds_each_class_that_occurs_once_in_order() -> None:
 
 
 def test_a_zero_row_is_normalised_as_by_torch() -> None:
-    hidden, weight, bias, ids = inputs(4, 6, 3, 5, torch.float64)
+    hidden, weight, bias, ids = inputs((4, 6, 3, 5), torch.float64)
     weight[1] = 0.0
     for found, expected in zip(
         value_and_grads(logit_kernels, hidden, weight, bias, ids, normalize=True),
@@ -85,7 +86,7 @@ def test_a_zero_row_is_normalised_as_by_torch() -> None:
 
 
 def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
-    made, before = inputs(300, 100, 5000, 64, torch.float32), torch.get_num_threads()
+    made, before = inputs((300, 100, 5000, 64), torch.float32), torch.get_num_threads()
     found = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
@@ -96,7 +97,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_a_frozen_input_gets_no_gradient(frozen: str) -> None:
-    hidden, weight, _, ids = inputs(3, 4, 5, 3, torch.float32)
+    hidden, weight, _, ids = inputs((3, 4, 5, 3), torch.float32)
     (weight if frozen == "hidden" else hidden).requires_grad_()
     logit_kernels.gathered_logits(hidden, weight, ids).sum().backward()
     assert ((hidden if frozen == "hidden" else weight).grad) is None

@@ -493,6 +493,7 @@ def test_an_update_leaves_classes_that_moved_within_the_tolerance(name: str, bac
     sampler.update(ids, torch.stack([weight[7] + 1.1 * 0.1 / 4.0 * direction, near[1]]))
     changed = sampler.log_prob(hidden, every)
     assert not torch.equal(changed[:, 7], before.log_prob(hidden, every)[:, 7])
+    assert isinstance(before, rf.KernelSampler)
     before.tolerance = 0.0
     before.update(ids[:1], weight[ids[:1]] + 1.1 * 0.1 / 4.0 * direction)
     assert_near(changed, before.log_prob(hidden, every), (1e-5, 1e-5))
