@@ -6,7 +6,7 @@ BIN := .venv/bin
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
 
-test-slow: .venv/installed
+test-slow: .venv/installed-examples
 	$(BIN)/pytest -m slow
 
 lint: .venv/installed
@@ -25,6 +25,11 @@ bench: .venv/installed
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, got " + sys.version)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[lab,dev]"
+	touch $@
+
+# Some 200 MB that only the slow tests need.
+.venv/installed-examples: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[examples]"
 	touch $@
 
 clean:
