@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 # Perplexities nearer than this are called level: a few thousand held-out words do not tell them apart.
@@ -143,7 +144,8 @@ def _picture(results: Sequence[Result], x: Callable[[Point], float], x_name: str
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     low, high = map(math.log, axes.get_ylim())
-    heights = _apart([math.log(end[1]) for end in ends], 0.06 * (high - low))
+    # By seconds all curves end in one column; by steps they do not, and their names have room.
+    heights = _apart([math.log(end[1]) for end in ends], 0.0 if log_x else 0.06 * (high - low))
     for (end_x, end_y, text, colour), height in zip(ends, heights, strict=True):
         # A name is moved up from its curve's end where two would overlap.
         shift = (height - math.log(end_y)) / (high - low) * 72 * 3.8
@@ -157,6 +159,8 @@ def _picture(results: Sequence[Result], x: Callable[[Point], float], x_name: str
             fontsize=12,
             fontweight="bold" if text.startswith("default") else "normal",
             annotation_clip=False,
+            path_effects=[withStroke(linewidth=3, foreground="white")],
+            zorder=5,
         )
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=150)
