@@ -189,7 +189,7 @@ def test_a_process_killed_in_the_middle_of_an_epoch_goes_on_exactly(data: dict[s
     child = subprocess.Popen([sys.executable, "-m", "rfsoftmax", *command(data, run, "--epochs 10 --save-every 30")])
     metrics = run / "metrics.jsonl"
     while child.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 50):
-        time.sleep(0.002)
+        time.sleep(0.01)
     child.kill()
     assert child.wait() == -signal.SIGKILL
     assert 50 < len(losses(run)) < 200

@@ -41,8 +41,14 @@ METHODS = {
 UNSAMPLED = ("full", "adaptive")
 
 
+_LEGEND = """\
+n classes of dimension d, m negatives of a query, D random features. `rfsoftmax samplers METHOD` lists the options of a
+method, `rfsoftmax diagnose` measures how close a sampler comes to the softmax, `rfsoftmax advise` how fast each is."""
+
+
 def table() -> str:
     """All methods, a line each."""
     rows = [("method", "cost of a query", "")] + [(name, *entry) for name, entry in METHODS.items()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"{name:{widths[0]}}  {cost:{widths[1]}}  {line}".rstrip() for name, cost, line in rows)
+    lines = [f"{name:{widths[0]}}  {cost:{widths[1]}}  {line}".rstrip() for name, cost, line in rows]
+    return "\n".join([*lines, "", _LEGEND])

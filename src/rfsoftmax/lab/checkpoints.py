@@ -95,9 +95,12 @@ def find(directory: Path, which: str = "last") -> Path:
 
 def read_progress(path: Path) -> tuple[Progress, dict[str, Any]]:
     """How far the checkpoint is, and the settings it was made with."""
-    note = json.loads((path / PROGRESS).read_text())
-    settings: dict[str, Any] = note.pop("settings")
-    return Progress(**note), settings
+    try:
+        note = json.loads((path / PROGRESS).read_text())
+        settings: dict[str, Any] = note.pop("settings")
+        return Progress(**note), settings
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path / PROGRESS}: expected what this version writes, got another: {error}") from error
 
 
 def load_model(path: Path, model: nn.Module) -> None:

@@ -125,7 +125,12 @@ def _demo(given: argparse.Namespace) -> int:
 
 
 def _samplers(given: argparse.Namespace) -> int:
-    print(table())
+    if given.method is None:
+        print(table())
+    else:
+        from .sampler_options import describe
+
+        print(describe(given.method))
     return 0
 
 

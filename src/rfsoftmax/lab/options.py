@@ -23,9 +23,24 @@ examples:
   rfsoftmax advise --dim 200 --num-classes 64000 --batch-size 700
 """
 _ABOUT_TASK = {
-    "text": "an LSTM language model on a text file, or a directory in the layout of Penn Treebank or WikiText",
-    "xc": "a linear classifier on a file in the extreme classification repository's format",
+    "text": "an LSTM language model on text",
+    "xc": "a linear classifier of points with sparse features and several labels each",
 }
+_ABOUT_DATA = {
+    "text": """\
+--data is a text file, a sentence a line, of which the last tenth is held out for validation and test, or a directory
+with three files ptb.train.txt, train.txt or wiki.train.tokens, and so on for valid and test; each may end in .gz or
+.xz. Words are what spaces separate. python-text stands for the Python sources of this machine.""",
+    "xc": """\
+--data is a file in the format of the extreme classification repository, which may end in .gz or .xz: a first line
+`points features labels`, then a line `label,label feature:value feature:value ...` for each point, ids from 0.
+python-calls stands for the functions of this machine's Python: words of their docstrings in, names they call out.""",
+}
+_ABOUT_SETTINGS = """\
+Settings come from the defaults, in brackets below, then from --config, then from options. The run's directory gets
+config.toml (all settings), metrics.jsonl (a line each --log-every steps and for each evaluation), checkpoints/ (the
+last two and the best), plots/ and tensorboard/. Ctrl-C saves and stops; --resume goes on exactly where a run stopped,
+and may then change epochs, lr, clip, patience and how often something is evaluated, saved or logged."""
 
 
 @final
@@ -40,7 +55,9 @@ def make_parser() -> argparse.ArgumentParser:
     kind = argparse.RawDescriptionHelpFormatter
     parser = _Parser("rfsoftmax", description=_ABOUT, epilog=_EPILOG, formatter_class=kind)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    train = commands.add_parser("train", help="train a model on text or on extreme classification data")
+    about = "train a model on text or on extreme classification data"
+    more = f"{about}; `rfsoftmax train text --help` and `rfsoftmax train xc --help` list all settings"
+    train = commands.add_parser("train", help=about, description=more)
     tasks = train.add_subparsers(required=True, metavar="text|xc", dest="task")
     for task in TASKS:
         _add_train(tasks, task)
@@ -50,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_diagnose(_add_trained(commands, "diagnose", about))
     about = "time every candidate on this machine and say which to use; with a run, also how close each comes"
     _add_advise(commands.add_parser("advise", help=about, description=about))
-    commands.add_parser("samplers", help="what methods there are, and what they cost")
+    _add_samplers(commands)
     _add_demo(commands)
     return parser
 
@@ -72,11 +89,15 @@ def settings(given: argparse.Namespace) -> dict[str, Any]:
 
 def _add_train(tasks: Any, task: str) -> None:
     about = f"train {_ABOUT_TASK[task]}"
-    more = f"{about}. Settings come from defaults, then --config, then options; in brackets are the defaults."
-    parser = tasks.add_parser(task, help=about, description=more)
+    more = f"{about}\n\n{_ABOUT_DATA[task]}\n\n{_ABOUT_SETTINGS}"
+    parser = tasks.add_parser(task, help=about, description=more, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", metavar="DIR", help="the run's directory [runs/TASK-METHOD]")
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
-    parser.add_argument("--config", metavar="FILE", help="settings in TOML, by the names of the options")
+    about = (
+        "settings in TOML, by the names of the options with _ for -, such as batch_size = 32, and those of the "
+        "sampler in a table [sampler_options]; the config.toml of a run is one"
+    )
+    parser.add_argument("--config", metavar="FILE", help=about)
     groups: dict[str, Any] = {}
     for setting in fields(Config):
         if setting.name != "task" and setting.metadata["task"] in ("", task):
@@ -118,7 +139,9 @@ def _add_trained(commands: Any, name: str, about: str) -> argparse.ArgumentParse
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", default="best", help="best, last or the number of a step [best]")
+    parser.add_argument(
+        "--checkpoint", default="best", metavar="WHICH", help="best, last or the number of a step [best]"
+    )
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
@@ -134,28 +157,56 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_predict(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", default="", help="text: words to go on from")
-    parser.add_argument("--input", metavar="FILE", help="xc: points in the repository's format")
-    parser.add_argument("--top", type=_positive, default=5, help="how many words or labels [5]")
-    parser.add_argument("--label-names", metavar="FILE", help="xc: lines of `name` or `id<TAB>name`")
+    parser.add_argument("prompt", nargs="?", default="", metavar="PROMPT", help="text: words to go on from, in quotes")
+    parser.add_argument(
+        "--input",
+        metavar="FILE",
+        help="xc: points in the format of the training data; a line of labels:log-probabilities each",
+    )
+    parser.add_argument("--top", type=_positive, default=5, metavar="N", help="how many words or labels [5]")
+    parser.add_argument(
+        "--label-names",
+        metavar="FILE",
+        help="xc: what to call the labels: lines of `name`, label 0 first, or `id<TAB>name`",
+    )
     parser.add_argument("--label-ids", metavar="FILE", help="xc: the id of label i on line i, if names are by id")
 
 
 def _add_diagnose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--method", type=_one_of(tuple(METHODS)), metavar="NAME", help="another sampler than the run's")
+    parser.add_argument(
+        "--method",
+        type=_one_of(tuple(METHODS)),
+        metavar="NAME",
+        help="another sampler than the run's; see `rfsoftmax samplers`",
+    )
     _add_sampler_option(parser)
-    parser.add_argument("--contexts", type=_positive, default=128, help="held-out queries to measure [128]")
-    parser.add_argument("--draws", type=_positive, default=200, help="sets of negatives for the gradient bias [200]")
+    parser.add_argument(
+        "--contexts", type=_positive, default=128, metavar="N", help="held-out queries to measure [128]"
+    )
+    about = "sets of negatives for the gradient bias [200]"
+    parser.add_argument("--draws", type=_positive, default=200, metavar="N", help=about)
 
 
 def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", metavar="RUN", help="a run, for its class embeddings and queries")
     _add_checkpoint(parser)
-    parser.add_argument("--contexts", type=_positive, default=256, help="held-out queries of the run [256]")
-    parser.add_argument("--dim", type=_positive, default=200, help="dimension, without a run [200]")
-    parser.add_argument("--num-classes", type=_positive, default=100_000, help="classes, without a run [100000]")
-    parser.add_argument("--batch-size", type=_positive, default=256, help="queries a step, without a run [256]")
-    parser.add_argument("--num-negatives", type=_positive, help="negatives m of each query [100]")
+    parser.add_argument(
+        "--contexts", type=_positive, default=256, metavar="N", help="held-out queries of the run [256]"
+    )
+    parser.add_argument("--dim", type=_positive, default=200, metavar="N", help="dimension, without a run [200]")
+    about = "classes, without a run [100000]"
+    parser.add_argument("--num-classes", type=_positive, default=100_000, metavar="N", help=about)
+    about = "queries a step, without a run [256]"
+    parser.add_argument("--batch-size", type=_positive, default=256, metavar="N", help=about)
+    about = "negatives m of each query [100, or the run's]"
+    parser.add_argument("--num-negatives", type=_positive, metavar="N", help=about)
+
+
+def _add_samplers(commands: Any) -> None:
+    about = "what methods there are and what they cost, or the options of one"
+    parser = commands.add_parser("samplers", help=about, description=about)
+    methods = tuple(METHODS)
+    parser.add_argument("method", nargs="?", metavar="METHOD", type=_one_of(methods), help="the one to describe")
 
 
 def _add_demo(commands: Any) -> None:

@@ -13,6 +13,7 @@ from ..samplers import Sampler, make_sampler
 from ..targets import Target, as_labels
 from .catalogue import UNSAMPLED
 from .config import Config
+from .sampler_options import check as check_options
 
 # Logits held at once, of all classes.
 _MAX_ELEMENTS = 2**24
@@ -123,6 +124,7 @@ def sampler_of(config: Config, counts: Tensor) -> Sampler:
     """The sampler of `config.method` with its options."""
     if config.method in UNSAMPLED:
         raise ValueError(f"method: expected one that draws negatives, got {config.method!r}")
+    check_options(config.method, config.sampler_options)
     options: dict[str, Any] = {"name": "unigram" if config.method == "nce" else config.method}
     if config.method == "default":
         options = {**DEFAULT_SAMPLER}
