@@ -340,6 +340,9 @@ def test_settings_that_make_another_run_of_it_are_refused_and_others_taken_over(
     assert resume(run, "--epochs 3 --lr 0.5") == 0
     assert [line["lr"] for line in records(run, "train")][39:41] == [0.02, 0.5]
     assert len(records(run, "train")) == 60
+    capsys.readouterr()
+    assert resume(run) == 0
+    assert "nothing was left to do; --resume with a larger --epochs goes on" in capsys.readouterr().out
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(

@@ -37,9 +37,9 @@ class Reporter:
         self._bar = None
 
     def advance(self, step: int, epoch: int) -> None:
-        """A step is done."""
+        """A step of an epoch, counted from 1, is done."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=f"epoch {epoch + 1}")
+            self._bar.update(self._task, completed=step, description=f"epoch {epoch}")
 
     def train(self, record: dict[str, Any]) -> None:
         numbers = f"loss {record['loss']:.3f}  {record['items_per_second']:,.0f} {self.unit}/s"

@@ -18,6 +18,7 @@ _MEANING = {
     "calibrate": "choose nu at each rebuild, on recent queries; nu=auto says so too",
     "floor": "least mass of a node, as a share of what it has at a right angle to the query",
     "forget": "how much less older batches count with each new one",
+    "half_rows": "keep the sampler's copy of the class embeddings in bfloat16",
     "iterations": "rounds of k-means for the codebooks",
     "keep_codebooks": "learn the codebooks once, not at each rebuild",
     "leaf": "inside a leaf draw by the exact softmax, or by the kernel",
@@ -99,7 +100,7 @@ def describe(method: str) -> str:
     lines.append("options, as --sampler-option NAME=VALUE; in brackets are the defaults:")
     for row in rows:
         cells = "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True))
-        lines.append(f"  {cells}  {_MEANING[row[0]]}")
+        lines.append(f"  {cells}  {_MEANING.get(row[0], '')}".rstrip())
     return "\n".join(lines)
 
 

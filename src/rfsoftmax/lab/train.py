@@ -100,6 +100,8 @@ class Trainer:
         progress, name = self.progress, self.task.score
         if self._is_patience_at_end():
             self.reporter.message(f"no better {name} in {progress.num_worse} evaluations: stopped early")
+        elif progress.step == self.reporter.first_step:
+            self.reporter.message("nothing was left to do; --resume with a larger --epochs goes on")
         best = "nothing was evaluated" if progress.best is None else f"best {name} {progress.best:.4g}"
         saved = checkpoints.find(self.run.checkpoints, "best")
         self.reporter.message(f"done after {progress.step} steps: {best}, saved in {saved}")
@@ -145,7 +147,7 @@ class Trainer:
         progress.batch += 1
         if progress.batch == self.num_batches:
             progress.epoch, progress.batch, self.state = progress.epoch + 1, 0, None
-        self.reporter.advance(progress.step, progress.epoch)
+        self.reporter.advance(progress.step, self._epoch_of_last_step())
 
     def _log(self, lr: float, norm: float, events: "SummaryWriter") -> None:
         """A line of metrics over the steps since the last one."""
@@ -164,13 +166,16 @@ class Trainer:
 
     def _record(self, kind: str, numbers: dict[str, float], events: "SummaryWriter") -> dict[str, Any]:
         progress = self.progress
-        # A step that ends an epoch belongs to it.
-        epoch = (progress.step - 1) // self.num_batches + 1
+        epoch = self._epoch_of_last_step()
         place = {"kind": kind, "step": progress.step, "epoch": epoch, "seconds": progress.seconds, "time": time.time()}
         record = {**place, **numbers}
         self.run.log(record)
         add_scalars(events, record)
         return record
+
+    def _epoch_of_last_step(self) -> int:
+        """Counted from 1; a step that ends an epoch belongs to it."""
+        return (self.progress.step - 1) // self.num_batches + 1
 
     def _evaluation_is_due(self) -> bool:
         step, every = self.progress.step, self.config.eval_every
