@@ -80,6 +80,7 @@ def test_the_demo_prints_a_table_and_a_sentence_and_writes_a_page_with_its_pictu
         assert line is not None, printed
         assert (line[5] == "-") == (method == "full")
         assert 1 < float(line[1].replace(",", "")) < 5000
+    assert len(set(re.findall(r" 0\.0 s  step +0  (perplexity .*)", printed))) == 1  # all start from the same model
     sentence = re.search(r"^After 0\.\d+ seconds of training each, .*\.$", printed, re.MULTILINE)
     assert sentence is not None
     page = Page((output / "report.html").read_text())

@@ -114,6 +114,7 @@ def run_demo(config: DemoConfig) -> list[Result]:
             for method in config.methods:
                 _warm_up(config.of(method))
         contestants = [Contestant(config.of(method), task) for method in config.methods]
+        _start_alike(contestants)
         _race(contestants, config.seconds, display)
         with display.working("measuring chi2 of the samplers"):
             results = [contestant.result() for contestant in contestants]
@@ -121,6 +122,16 @@ def run_demo(config: DemoConfig) -> list[Result]:
         minutes = (time.perf_counter() - began) / 60
         display.say(f"\n{plain_table(results)}\n\n{verdict(results)}\n\n{paths[0]}  ({minutes:.1f} minutes in all)")
     return results
+
+
+@torch.no_grad()
+def _start_alike(contestants: list[Contestant]) -> None:
+    """Give all the first one's parameters: a sampler's frequencies, drawn before, gave them other random numbers."""
+    for contestant in contestants[1:]:
+        pairs = zip(contestant.model.parameters(), contestants[0].model.parameters(), strict=False)
+        for parameter, first in pairs:
+            if parameter.shape == first.shape:  # the adaptive softmax has an output layer of its own
+                parameter.copy_(first)
 
 
 def _race(contestants: list[Contestant], seconds: float, display: Display) -> None:

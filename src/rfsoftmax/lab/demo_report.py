@@ -144,8 +144,7 @@ def _picture(results: Sequence[Result], x: Callable[[Point], float], x_name: str
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     low, high = map(math.log, axes.get_ylim())
-    # By seconds all curves end in one column; by steps they do not, and their names have room.
-    heights = _apart([math.log(end[1]) for end in ends], 0.0 if log_x else 0.06 * (high - low))
+    heights = _apart([math.log(end[1]) for end in ends], 0.06 * (high - low))
     for (end_x, end_y, text, colour), height in zip(ends, heights, strict=True):
         # A name is moved up from its curve's end where two would overlap.
         shift = (height - math.log(end_y)) / (high - low) * 72 * 3.8
