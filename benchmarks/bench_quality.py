@@ -11,8 +11,9 @@ d = 128), keeps checkpoints of several points of training and measures all sampl
 """
 
 import argparse
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,12 +122,13 @@ def quality(options: argparse.Namespace) -> None:
 
 
 def cost(options: argparse.Namespace) -> None:
-    """Draw and update, on random unit vectors, d = 200, a batch of 64 with 100 negatives each."""
+    """Draw and update, on random unit vectors, a batch of 64 with 100 negatives each; every drawn row has moved."""
     rows: list[dict[str, Any]] = []
     works: dict[str, Callable[[], Any]] = {}
     for num_classes in options.num_classes:
         torch.manual_seed(options.seed)
         weight = F.normalize(torch.randn(num_classes, options.dim), dim=1)
+        moved = F.normalize(weight + 0.1 * torch.randn(options.dim) / math.sqrt(options.dim), dim=1)
         hidden = F.normalize(torch.randn(64, options.dim) + 1, dim=1)
         target = torch.randint(num_classes, (64,))
         chosen: dict[str, rf.Sampler | None] = {"default": None}
@@ -140,7 +142,9 @@ def cost(options: argparse.Namespace) -> None:
             head.sampler.rebuild(weight)
             head.sampler.sample(hidden, 1)
             head.sampler.rebuild(weight)
-            works[f"{label}, n = {num_classes}"] = partial(draw_and_update, head.sampler, weight, hidden, target)
+            works[f"{label}, n = {num_classes}"] = partial(
+                draw_and_update, head.sampler, itertools.cycle([moved, weight]), hidden, target
+            )
     seconds = interleaved(works, options.repeats)
     for label, time in seconds.items():
         rows.append({"work": label, "milliseconds": _figures(1e3 * time), "dim": options.dim, "seed": options.seed})
@@ -148,10 +152,11 @@ def cost(options: argparse.Namespace) -> None:
     write_rows(options.output / "bench_quality_cost.csv", rows)
 
 
-def draw_and_update(sampler: rf.Sampler, weight: Tensor, hidden: Tensor, target: Tensor) -> None:
+def draw_and_update(sampler: rf.Sampler, weights: Iterator[Tensor], hidden: Tensor, target: Tensor) -> None:
+    """The weights of the next call are those of the last, moved: by more than the default's tolerance."""
     samples = sampler.sample(hidden, NEGATIVES, target)
     ids = torch.cat([samples.ids.flatten(), target]).unique()
-    sampler.update(ids, weight[ids])
+    sampler.update(ids, next(weights)[ids])
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -456,6 +456,16 @@ def test_no_step_means_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
     assert updates == []
 
 
+def test_rebuilds_are_frequent_at_first_and_then_every_so_many_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = make_head(sampler="uniform", rebuild_every=300)
+    built: list[int] = []
+    monkeypatch.setattr(head.sampler, "rebuild", lambda *_: built.append(head._all_forwards))
+    hidden, target = torch.randn(2, DIM, generator=seeded(0)), torch.tensor([0, 1])
+    for _ in range(1000):
+        head(hidden, target)
+    assert built == [0, 16, 80, 336, 636, 936]
+
+
 def test_rebuild_every_counts_forwards_since_the_last_rebuild(monkeypatch: pytest.MonkeyPatch) -> None:
     head = make_head(sampler=small_rff(), rebuild_every=3)
     rebuilds = record_calls(head.sampler, "rebuild", monkeypatch)

@@ -266,6 +266,20 @@ class TestOrthogonalFourier(KernelContract):
         return rf.OrthogonalFourier(DIM, 32, nu=2.0, generator=seeded(seed))
 
 
+class TestHalfRows(TestOrthogonalFourier):
+    """The laws hold for the rounded class embeddings, and q is that of these."""
+
+    drawn = ("b1-exact-torch", "b7-exact-numba-anchor")
+
+    def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.KernelSampler:
+        return rf.KernelSampler(self.make_map(seed), tau=TAU, half_rows=True, **options)
+
+    def exact_probs(
+        self, sampler: rf.Sampler, weight: Tensor, hidden: Tensor, exclude: Tensor | None, shared: bool
+    ) -> Tensor:
+        return super().exact_probs(sampler, weight.bfloat16(), hidden, exclude, shared)
+
+
 class TestStructuredFourier(KernelContract):
     drawn = ("b2-kernel-torch-anchor", "b64-exact-numba")
 
@@ -819,14 +833,14 @@ def test_nu_is_the_lesser_of_tau_and_half_the_log_of_num_features(tau: float, nu
             {"num_features": 8},
             TypeError,
             "options of 'quadratic': expected any of absolute, alpha, anchor, backend, beta, block_size, calibrate, "
-            "floor, leaf, stratified, tolerance, got num_features",
+            "floor, half_rows, leaf, stratified, tolerance, got num_features",
         ),
         (
             "rff",
             {"blocksize": 8},
             TypeError,
             "options of 'rff': expected any of absolute, anchor, backend, block_size, calibrate, floor, generator, "
-            "leaf, nu, num_features, stratified, tolerance, got blocksize",
+            "half_rows, leaf, nu, num_features, stratified, tolerance, got blocksize",
         ),
     ],
 )

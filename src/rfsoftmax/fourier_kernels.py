@@ -11,7 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import MAX_LOG_FACTOR, _arrays, _draw, compiled, dot, path_cost, spread
+from .kernels import (
+    MAX_LOG_FACTOR,
+    _arrays,
+    _draw,
+    compiled,
+    dot,
+    leaf_arrays,
+    number,
+    path_cost,
+    row_array,
+    spread,
+)
 from .tree import Query, Tree
 
 # Ratios of successive terms of the series of sin(x)/x and cos(x), from the ninth down.
@@ -78,7 +89,7 @@ def draw(
     source = (hidden.contiguous().numpy(), *fourier.arrays())
     classes = (excluded.contiguous().numpy(), position.numpy(), order.numpy())
     nodes = (tree.sums.numpy(), tree.weights.numpy(), tree.counts.numpy())
-    leaves = (tree.rows.numpy(), tree.offsets.numpy(), tree.block_size, tree.leaf_rule)
+    leaves = leaf_arrays(tree)
     u, i, q, settings = uniforms.numpy(), ids.numpy(), log_q.numpy(), fourier.settings
     cost = _query_cost(fourier, excluded) + u.shape[1] * path_cost(tree)
     spread(lambda a, b: _query_and_draw(source, classes, nodes, leaves, settings, u, i, q, a, b), len(u), cost)
@@ -94,8 +105,8 @@ def update(tree: Tree, positions: Tensor, rows: Tensor, bias: Tensor, fourier: F
     # One thread for all rows of a leaf.
     starts = np.flatnonzero(np.diff(leaves, prepend=-1))
     edges = np.append(starts, len(leaves))
-    new = (positions.numpy(), leaves, rows.contiguous().numpy(), bias.contiguous().numpy())
-    state = (tree.sums.numpy(), tree.weights.numpy(), tree.rows.numpy())
+    new = (positions.numpy(), leaves, row_array(rows), bias.contiguous().numpy())
+    state = (tree.sums.numpy(), tree.weights.numpy(), row_array(tree.rows))
     frequencies, anchor, old_bias = fourier.arrays()
     source, settings = (np.ascontiguousarray(frequencies.T), anchor, old_bias), fourier.settings
     cost = 2 * _class_cost(fourier) * len(leaves) // len(starts)
@@ -205,14 +216,15 @@ def _angles(frequencies: np.ndarray, x: np.ndarray, y: np.ndarray, of_x: np.ndar
     end = x.shape[0] // 4 * 4
     for j in range(0, end, 4):
         f0, f1, f2, f3 = frequencies[j], frequencies[j + 1], frequencies[j + 2], frequencies[j + 3]
-        x0, x1, x2, x3, y0, y1, y2, y3 = x[j], x[j + 1], x[j + 2], x[j + 3], y[j], y[j + 1], y[j + 2], y[j + 3]
+        x0, x1, x2, x3 = number(x[j]), number(x[j + 1]), number(x[j + 2]), number(x[j + 3])
+        y0, y1, y2, y3 = number(y[j]), number(y[j + 1]), number(y[j + 2]), number(y[j + 3])
         for i in range(of_x.shape[0]):
             of_x[i] += x0 * f0[i] + x1 * f1[i] + x2 * f2[i] + x3 * f3[i]
             of_y[i] += y0 * f0[i] + y1 * f1[i] + y2 * f2[i] + y3 * f3[i]
     for j in range(end, x.shape[0]):
         for i in range(of_x.shape[0]):
-            of_x[i] += x[j] * frequencies[j, i]
-            of_y[i] += y[j] * frequencies[j, i]
+            of_x[i] += number(x[j]) * frequencies[j, i]
+            of_y[i] += number(y[j]) * frequencies[j, i]
 
 
 @compiled
@@ -228,7 +240,7 @@ def _update(
     """The leaves number start to stop of those that change; leaf k has the places edges[k] to edges[k + 1] of `new`."""
     (positions, leaves, new_rows, new_bias), (frequencies, anchor, bias), (sums, weights, rows) = new, source, state
     num, scale = frequencies.shape[1], 1 / np.sqrt(frequencies.shape[1])
-    angles, psi, total = np.empty((2, num), rows.dtype), np.empty(2 * num, rows.dtype), np.empty(2 * num, rows.dtype)
+    angles, psi, total = np.empty((2, num), sums.dtype), np.empty(2 * num, sums.dtype), np.empty(2 * num, sums.dtype)
     for k in range(start, stop):
         leaf, weight = leaves[edges[k]], 0.0
         total[:] = 0.0

@@ -19,10 +19,19 @@ Labels = Literal["pick_all", "pick_one"]
 Reduction = Literal["mean", "sum", "none"]
 
 # The best of all by measurement (docs/samplers.md).
-DEFAULT_SAMPLER: dict[str, Any] = {"name": "orf", "num_features": 128, "anchor": True, "nu": "auto", "tolerance": 0.1}
+DEFAULT_SAMPLER: dict[str, Any] = {
+    "name": "orf",
+    "num_features": 128,
+    "anchor": True,
+    "nu": "auto",
+    "tolerance": 0.1,
+    "half_rows": True,
+}
 
 # Rows that a visit keeps to see whether the weight has moved.
 _NUM_WITNESSES = 64
+# Forwards until the first rebuild: enough to show the sampler where the queries lie.
+_FIRST_ROUND = 16
 
 
 class _Visit(NamedTuple):
@@ -56,8 +65,9 @@ class SoftmaxHead(nn.Module):
     The sampler follows the weight without a hook in the optimizer. A forward touches rows (targets and negatives) and
     only they get a gradient; before a later draw, once the weight has changed, the sampler is given those rows anew.
     `update_every` forwards are collected first. Every `rebuild_every` forwards (by default n / 100, at least 1,000) it
-    is built afresh, which also takes in rows that moved without being touched: by momentum, weight decay, ties to other
-    layers or an assignment. Call `rebuild()` to have it at once. A sampler that lags behind is rougher, never wrong.
+    is built afresh, and more often in the beginning (after 16, 80, 336, ...). This also takes in rows that moved without
+    being touched: by momentum, weight decay, ties to other layers or an assignment. Call `rebuild()` to have it at
+    once. A sampler that lags behind is rougher, never wrong.
     """
 
     def __init__(
@@ -126,7 +136,8 @@ class SoftmaxHead(nn.Module):
         self.sampler = sampler
         # What the sampler has not seen yet: forwards whose rows may have moved since.
         self._visits: list[_Visit] = []
-        self._forwards = 0
+        self._forwards = 0  # since the last rebuild
+        self._all_forwards = 0
         self._stale = True
 
     def forward(self, hidden: Tensor, target: Target, *, generator: Generator | None = None) -> Tensor:
@@ -264,7 +275,8 @@ class SoftmaxHead(nn.Module):
             forwards = self._forwards
             self.rebuild()
             self._forwards = forwards  # a loaded head goes on counting where the saved one was
-        if self._forwards >= self.rebuild_every:
+        before = self._all_forwards - self._forwards
+        if self._forwards >= min(self.rebuild_every, _FIRST_ROUND + 3 * before):
             self.rebuild()
         elif len(self._visits) >= self.update_every and (num_moved := self._num_moved()):
             with torch.inference_mode(False), torch.no_grad():
@@ -292,6 +304,7 @@ class SoftmaxHead(nn.Module):
 
     def _touch(self, ids: Tensor, labels: Tensor) -> None:
         self._forwards += 1
+        self._all_forwards += 1
         trained = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
         if trained and torch.is_grad_enabled():
             positives = labels[labels >= 0]
@@ -300,10 +313,10 @@ class SoftmaxHead(nn.Module):
             self._visits.append(visit)
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(self._forwards)
+        return torch.tensor([self._forwards, self._all_forwards])
 
     def set_extra_state(self, state: Tensor) -> None:
-        self._forwards = int(state)
+        self._forwards, self._all_forwards = (int(count) for count in state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """As torch does; but with a tensor of another shape, which torch will report, all others stay as they are."""

@@ -73,8 +73,18 @@ def path_cost(tree: Tree) -> int:
 def _arrays(tree: Tree, query: Query) -> tuple[Any, ...]:
     """Tree and query as numba takes them: one tuple, unpacked by `_draw` and `_log_prob`."""
     parts = [t.contiguous().numpy() for t in query]
-    state = (tree.sums, tree.weights, tree.counts, tree.rows, tree.offsets)
-    return (*parts, *(t.numpy() for t in state), tree.block_size, tree.leaf_rule)
+    state = (tree.sums, tree.weights, tree.counts)
+    return (*parts, *(t.numpy() for t in state), *leaf_arrays(tree))
+
+
+def leaf_arrays(tree: Tree) -> tuple[Any, ...]:
+    return row_array(tree.rows), tree.offsets.numpy(), tree.block_size, tree.leaf_rule
+
+
+def row_array(rows: Tensor) -> np.ndarray:
+    """Rows as numba takes them: bfloat16, which numpy does not know, by its bits, for `number`."""
+    rows = rows.contiguous()
+    return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
 
 
 def spread(work: Callable[[int, int], None], size: int, cost: int) -> None:
@@ -97,11 +107,26 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="rfsoftmax")
 
 
+@intrinsic
+def number(context: Any, x: Any) -> Any:
+    """A float as it is; a uint16 as the float32 whose upper half it is, a bfloat16."""
+
+    def widen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        upper = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(upper, ir.FloatType())
+
+    def keep(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return arguments[0]
+
+    return (types.float32(x), widen) if x == types.uint16 else (x(x), keep)
+
+
 @compiled
 def dot(x: np.ndarray, y: np.ndarray) -> float:
-    total = x[0] - x[0]  # a zero of their own type, so that the loop keeps all its elements and whole vectors
+    # A zero of their own type, so that the loop keeps all its elements and whole vectors.
+    total = number(x[0]) - number(x[0])
     for i in range(x.shape[0]):
-        total += x[i] * y[i]
+        total += number(x[i]) * number(y[i])
     return total
 
 

@@ -52,7 +52,7 @@ class Tree(nn.Module):
     sums: Tensor  # (2K, W); row 0 is unused
     weights: Tensor  # (2K,) float64: sums of class weights
     counts: Tensor  # (2K,) int64: numbers of classes
-    rows: Tensor  # (n, d): the class embeddings in the order of their positions
+    rows: Tensor  # (n, d): the class embeddings in the order of their positions; they may be bfloat16
     offsets: Tensor  # (n,): added to the leaf's logits
 
     def __init__(self, block_size: int, leaf_rule: int) -> None:
@@ -89,7 +89,7 @@ class Tree(nn.Module):
         n, b = rows.shape[0], self.block_size
         blocks = -(-n // b)
         if self.sums.shape != (2 * blocks, width) or self.sums.device != rows.device:
-            self.sums = room((2 * blocks, width), rows)
+            self.sums = room((2 * blocks, width), offsets)
             self.sums[0] = 0
         self.rows, self.offsets = rows, offsets
         self.weights = torch.zeros(2 * blocks, dtype=torch.float64, device=rows.device)
@@ -124,6 +124,8 @@ def room(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """
     if like.device.type != "cpu":
         return like.new_empty(shape)
+    if like.dtype == torch.bfloat16:
+        return torch.from_numpy(np.empty(shape, dtype=np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(np.empty(shape, dtype=like.new_empty(0).numpy().dtype))
 
 
@@ -208,7 +210,7 @@ def dense_log_prob(tree: Tree, query: Query) -> Tensor:
     for low, high in tree.levels():
         nodes = torch.arange(2 * low, min(2 * high, 2 * blocks), device=mass.device)
         log_q[:, nodes] = log_q[:, nodes >> 1] + share[:, nodes]
-    logits = _leaf_rule(tree, query.leaf @ tree.rows.T, tree.offsets)
+    logits = _leaf_rule(tree, query.leaf @ tree.rows.to(query.leaf).T, tree.offsets)
     excluded = torch.where(query.excluded < 0, tree.num_classes, query.excluded)
     logits = nn.functional.pad(logits, (0, blocks * b - tree.num_classes + 1), value=-torch.inf)
     logits = logits.scatter_(1, excluded, -torch.inf)[:, : blocks * b].view(len(mass), blocks, b)
@@ -276,7 +278,7 @@ def _leaf_logits(tree: Tree, query: Query, nodes: Tensor) -> tuple[Tensor, Tenso
     members = start + torch.arange(tree.block_size, device=nodes.device)
     gone = members >= tree.num_classes
     members = members.clamp(max=tree.num_classes - 1)
-    dots = torch.einsum("bd,bpkd->bpk", query.leaf, tree.rows[members])
+    dots = torch.einsum("bd,bpkd->bpk", query.leaf, tree.rows[members].to(query.leaf))
     logits = _leaf_rule(tree, dots, tree.offsets[members])
     for excluded in query.excluded.unbind(1):
         gone = gone | (members == excluded[:, None, None])

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tree import room
+from ..tree import CHUNK_ELEMENTS, room
 from .base import Sampler, check_dim
 
 # Queries kept in `recent`, and how many of them a batch replaces.
@@ -20,6 +20,9 @@ class AnchoredSampler(Sampler):
     of their weights, heaviest first, so that blocks of them are alike; in between both stay. A state_dict holds both,
     and the first rebuild after loading one keeps them, so q is then as it was saved.
 
+    With `half_rows` the copy of the class embeddings is kept in bfloat16, which halves what a draw reads of it.
+    Features and leaves are then those of the rounded rows, so that all stays consistent and q exact.
+
     Without `anchored` the anchor stays 0, a weight is e^{b_i} and the classes keep the order of their ids.
     """
 
@@ -32,12 +35,19 @@ class AnchoredSampler(Sampler):
     position: Tensor  # (n + 1,) int64: the position of each class; the last sends -1, no class, to -1, no position
 
     def __init__(
-        self, dim: int, tau: float, stratified: bool, anchored: bool = True, keeps_recent: bool = False
+        self,
+        dim: int,
+        tau: float,
+        stratified: bool,
+        anchored: bool = True,
+        keeps_recent: bool = False,
+        half_rows: bool = False,
     ) -> None:
         super().__init__(0, stratified)
         self.dim = dim
         self.tau = tau
         self.anchored = anchored
+        self.half_rows = half_rows
         self.keep_order = False
         self.register_buffer("anchor", torch.zeros(dim))
         self.register_buffer("query_mean", torch.zeros(dim))
@@ -61,11 +71,15 @@ class AnchoredSampler(Sampler):
         self.position = self.order.new_full((len(rows) + 1,), -1)
         self.position[self.order] = ids
         self.bias = bias[self.order]
-        return torch.index_select(rows, 0, self.order, out=room(rows.shape, rows))
+        arranged = room(rows.shape, rows.new_empty(0, dtype=torch.bfloat16) if self.half_rows else rows)
+        step = max(1, CHUNK_ELEMENTS // self.dim)
+        for start in range(0, len(rows), step):
+            arranged[start : start + step] = rows[self.order[start : start + step]]
+        return arranged
 
     def _log_weight(self, rows: Tensor, bias: Tensor) -> Tensor:
         """log a_i (k,) of rows (k, d) with bias (k,)."""
-        return torch.addmv(bias, rows, self.anchor, alpha=self.tau)
+        return torch.addmv(bias, rows.to(bias), self.anchor, alpha=self.tau)
 
     def _observe(self, hidden: Tensor) -> None:
         """In training, move the mean of queries: that of all at first, of about the last hundred batches later."""

@@ -36,6 +36,7 @@ class KernelSampler(AnchoredSampler):
       attribute `calibration` says which, and what twice as many frequencies would gain.
     - `tolerance`: `update` leaves a class as it is until its logit for some query of unit length may have moved by
       more, tau |c' - c| + |b' - b|: most negatives move little, and their q a little late is exact all the same.
+    - `half_rows` keeps the sampler's copy of the class embeddings in bfloat16.
     - `backend`: "numba" for CPU tensors and "torch" for any; "auto" takes numba where it can.
 
     Shared draws follow the mixture of the batch's queries in the tree, phi_bar = mean_b phi(h_b) / Z_b, and the leaf
@@ -54,10 +55,11 @@ class KernelSampler(AnchoredSampler):
         floor: float = 0.2,
         calibrate: bool = False,
         tolerance: float = 0.0,
+        half_rows: bool = False,
         stratified: bool = True,
         backend: Backend = "auto",
     ) -> None:
-        super().__init__(feature_map.dim, tau, stratified, anchor, keeps_recent=calibrate)
+        super().__init__(feature_map.dim, tau, stratified, anchor, keeps_recent=calibrate, half_rows=half_rows)
         if block_size < 1:
             raise ValueError(f"block_size: expected at least 1, got {block_size}")
         if not 0 < floor < math.inf:
@@ -105,7 +107,7 @@ class KernelSampler(AnchoredSampler):
         positions = (blocks.unsqueeze(1) * b + torch.arange(b)).to(rows.device)
         beyond = positions >= n
         positions = positions.masked_fill(beyond, 0)
-        some, bias = rows[positions], self.bias[positions]
+        some, bias = rows[positions].to(self.bias), self.bias[positions]
         log_weight = self._log_weight(some.flatten(0, 1), bias.flatten()).view_as(bias).masked_fill(beyond, -torch.inf)
         queries = self.recent[: int(self.batches_seen) * RECENT_PER_BATCH]
         logits = self.tau * torch.einsum("qd,kbd->qkb", queries, some) + bias
@@ -113,7 +115,7 @@ class KernelSampler(AnchoredSampler):
         probe = Probe(
             some.masked_fill(beyond.unsqueeze(2), 0),
             log_weight - log_weight.max(),
-            stands_for.to(rows),
+            stands_for.to(bias),
             queries - self.anchor,
             logits.logsumexp(2),
         )
@@ -137,8 +139,8 @@ class KernelSampler(AnchoredSampler):
 
     def _moved(self, positions: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
         """Which of the rows (k,) would have their logit for some unit query moved by more than the tolerance."""
-        distance = self.tau * (rows - self.tree.rows[positions]).norm(dim=1) + (bias - self.bias[positions]).abs()
-        return distance > self.tolerance
+        distance = (rows.to(bias) - self.tree.rows[positions].to(bias)).norm(dim=1)
+        return self.tau * distance + (bias - self.bias[positions]).abs() > self.tolerance
 
     def _replace(self, positions: Tensor, rows: Tensor, bias: Tensor) -> None:
         """Take in new rows and biases, also in the leaves' sums."""
@@ -159,8 +161,8 @@ class KernelSampler(AnchoredSampler):
             positions, log_q = self._walk().draw(self.tree, self._query(hidden, exclude, shared), uniforms)
             ids = self.order[positions]
         else:
-            rows, places = hidden.to(self.tree.rows), (self.position, self.order)
-            ids, log_q = fourier_kernels.draw(self.tree, rows, exclude, self._fourier(), *places, uniforms)
+            queries, places = hidden.to(self.bias), (self.position, self.order)
+            ids, log_q = fourier_kernels.draw(self.tree, queries, exclude, self._fourier(), *places, uniforms)
         self._observe(hidden)
         return ids, log_q
 
@@ -217,11 +219,11 @@ class KernelSampler(AnchoredSampler):
 
     def _query(self, hidden: Tensor, exclude: Tensor, shared: bool) -> tree.Query:
         if self._is_fourier() and not shared:
-            return fourier_kernels.query(self.tree, hidden.to(self.tree.rows), self.position[exclude], self._fourier())
-        hidden, positions, batch = hidden.to(self.tree.rows), self.position[exclude], len(hidden)
+            return fourier_kernels.query(self.tree, hidden.to(self.bias), self.position[exclude], self._fourier())
+        hidden, positions, batch = hidden.to(self.bias), self.position[exclude], len(hidden)
         centred = hidden - self.anchor
         # One pass of the feature map serves the queries and the rows of what they exclude.
-        rows, bias = self.tree.rows[positions.flatten()], self.bias[positions.flatten()]
+        rows, bias = self.tree.rows[positions.flatten()].to(hidden), self.bias[positions.flatten()]
         both = torch.cat([centred, rows]) if len(rows) else centred
         phi, log_scale = self.feature_map(both), self.feature_map.log_scale(both)
         psi, weight = self._weighted(rows, bias, phi[batch:], log_scale[batch:])
