@@ -65,9 +65,9 @@ class SoftmaxHead(nn.Module):
     The sampler follows the weight without a hook in the optimizer. A forward touches rows (targets and negatives) and
     only they get a gradient; before a later draw, once the weight has changed, the sampler is given those rows anew.
     `update_every` forwards are collected first. Every `rebuild_every` forwards (by default n / 100, at least 1,000) it
-    is built afresh, and more often in the beginning (after 16, 80, 336, ...). This also takes in rows that moved without
-    being touched: by momentum, weight decay, ties to other layers or an assignment. Call `rebuild()` to have it at
-    once. A sampler that lags behind is rougher, never wrong.
+    is built afresh, and more often in the beginning (after 16, 80, 336, ...). This also takes in rows that moved
+    without being touched: by momentum, weight decay, ties to other layers or an assignment. Call `rebuild()` to have it
+    at once. A sampler that lags behind is rougher, never wrong.
     """
 
     def __init__(
