@@ -67,8 +67,8 @@ def test_a_probe_measures_every_option_and_leaves_the_head_as_it_was(options: di
     assert all(each.chi2 is not None and each.milliseconds > 0 for each in advice.options)
     assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
     by_name = {each.name: each for each in advice.options}
-    assert by_name["the default (anchored orf, D 128)"].chi2 < by_name["uniform"].chi2  # type: ignore[operator]
-    assert "twice the D" in by_name["the default (anchored orf, D 128)"].remark
+    assert by_name["the default (D 128, blocks of 64)"].chi2 < by_name["uniform"].chi2  # type: ignore[operator]
+    assert "twice the D" in by_name["the default (D 128, blocks of 64)"].remark
 
 
 def test_the_code_it_gives_makes_that_head() -> None:

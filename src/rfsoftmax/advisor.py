@@ -40,6 +40,11 @@ class Option:
     error: float | None  # sqrt(chi2 / m), the relative error of Z'
     remark: str = ""
 
+    @property
+    def enough(self) -> int | None:
+        """The least m whose error is within 10%."""
+        return None if self.chi2 is None else max(1, math.ceil(self.chi2 / _GOOD_ERROR**2))
+
 
 @final
 @dataclass(frozen=True)
@@ -52,13 +57,14 @@ class Advice:
     why: str
 
     def __str__(self) -> str:
-        lines = [f"{'':36s} {'ms a step':>10s} {'chi2':>8s} {'error of Z':>11s}"]
+        lines = [f"{'':36s} {'ms a step':>10s} {'chi2':>8s} {'error of Z':>11s} {'m for 10%':>10s}"]
         for option in self.options:
             numbers = ["-" if value is None else format(value, ".3g") for value in (option.chi2, option.error)]
             remarks = [option.remark] if option.remark else []
             if option.measured_with < self.num_classes:
                 remarks.append(f"time scaled up from n = {option.measured_with:,}")
-            row = f"{option.name:36s} {option.milliseconds:10.2f} {numbers[0]:>8s} {numbers[1]:>11s}"
+            enough = "-" if option.enough is None or option is self.options[0] else f"{option.enough:,}"
+            row = f"{option.name:36s} {option.milliseconds:10.2f} {numbers[0]:>8s} {numbers[1]:>11s} {enough:>10s}"
             lines.append(f"{row}   {'; '.join(remarks)}".rstrip())
         return "\n".join([*lines, self.why, f"    {self.best.code}"])
 
@@ -125,14 +131,15 @@ def _num_negatives(head: SoftmaxHead, num_negatives: int | None) -> int:
 def _candidates() -> list[_Candidate]:
     kernel = {**DEFAULT_SAMPLER}
     name = kernel.pop("name")
-    few = {**kernel, "num_features": 32}
+    few, small = {**kernel, "num_features": 32}, {**kernel, "block_size": 16}
 
     def flat(_: float) -> float:
         return 1.0
 
     return [
-        _Candidate("the default (anchored orf, D 128)", name, kernel, "per_example", math.log),
+        _Candidate("the default (D 128, blocks of 64)", name, kernel, "per_example", math.log),
         _Candidate("anchored orf, D 32", name, few, "per_example", math.log),
+        _Candidate("anchored orf, D 128, blocks of 16", name, small, "per_example", math.log),
         _Candidate("moment", "moment", {}, "per_example", math.sqrt),
         _Candidate("the default, shared negatives", name, kernel, "shared", math.log),
         _Candidate("uniform", "uniform", {}, "per_example", flat),
@@ -210,7 +217,8 @@ def _sampled_step(
         labels=head.labels,
     ).to(head.weight.device)
     copy.weight.data.copy_(head.weight.detach()[:num_classes])
-    optimizer = torch.optim.SparseAdam(list(copy.parameters()), lr=1e-4)
+    # A high rate: every row moves by more than a sampler's tolerance, and the time is that of the most work.
+    optimizer = torch.optim.SparseAdam(list(copy.parameters()), lr=1e-2)
     labels = torch.where(labels < 0, -1, labels % num_classes)
 
     def step() -> None:
@@ -288,6 +296,7 @@ def _decide(num_classes: int, options: list[Option]) -> Advice:
         good = [option for option in faster if option.error is not None and option.error <= _GOOD_ERROR]
         best = min(good or faster, key=lambda option: option.milliseconds * (1.0 if good else option.chi2 or 0.0))
         reason = f"the fastest whose Z' is within {_GOOD_ERROR:.0%}" if good else "the least chi2 x time"
+        reason += f" (m = {best.enough:,} would be enough for that)"
     ratio = full.milliseconds / best.milliseconds
     return Advice(
         num_classes, tuple(options), best, f"Use {best.name}: {reason}; {ratio:.1f} times the full softmax's speed."
