@@ -1,4 +1,4 @@
-"""`add`, `renew`, `draw` and `log_prob` of `tree.py` for CPU tensors, compiled by numba: same signatures, same results.
+"""The functions of `tree.py` for CPU tensors, compiled by numba: same signatures, same results.
 
 A kernel scores a node once per query, however many samples pass through it: the samples of one query that go left are
 a prefix of its sorted uniforms, so the walk carries ranges of samples instead of samples. Kernels own no random state
@@ -37,6 +37,13 @@ _LEAST_PRODUCT = 1e-200
 _LEAST_KEPT = 0.2
 # Nodes visited at once on a level: enough to hide the latency of memory, few enough for the cache.
 _GROUP = 512
+
+
+def shifts(tree: Tree, positions: Tensor, rows: Tensor) -> Tensor:
+    found = torch.empty(len(rows), dtype=tree.offsets.dtype)
+    old, places, new, out = row_array(tree.rows), positions.numpy(), row_array(rows), found.numpy()
+    spread(lambda a, b: _shifts(old, places, new, out, a, b), len(rows), rows.shape[1])
+    return found
 
 
 def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
@@ -137,6 +144,17 @@ def _level(node: int) -> int:
         node >>= 1
         level += 1
     return level
+
+
+@compiled
+def _shifts(old: np.ndarray, positions: np.ndarray, new: np.ndarray, out: np.ndarray, start: int, stop: int) -> None:
+    for i in range(start, stop):
+        before, after = old[positions[i]], new[i]
+        total = number(after[0]) - number(after[0])
+        for j in range(after.shape[0]):
+            step = number(after[j]) - number(before[j])
+            total += step * step
+        out[i] = np.sqrt(total)
 
 
 @compiled

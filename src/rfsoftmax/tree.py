@@ -129,6 +129,11 @@ def room(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.from_numpy(np.empty(shape, dtype=like.new_empty(0).numpy().dtype))
 
 
+def shifts(tree: Tree, positions: Tensor, rows: Tensor) -> Tensor:
+    """How far rows (k, d), of the tree's own dtype, lie from what it has at positions (k,)."""
+    return (rows.to(tree.offsets) - tree.rows[positions].to(tree.offsets)).norm(dim=1)
+
+
 def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
     """Add psi (k, W) and weight (k,) to the leaves of positions (k,); the nodes above are for `renew`."""
     leaves = tree.leaf_of(positions)

@@ -139,8 +139,8 @@ class KernelSampler(AnchoredSampler):
 
     def _moved(self, positions: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
         """Which of the rows (k,) would have their logit for some unit query moved by more than the tolerance."""
-        distance = (rows.to(bias) - self.tree.rows[positions].to(bias)).norm(dim=1)
-        return self.tau * distance + (bias - self.bias[positions]).abs() > self.tolerance
+        shifts = self._walk().shifts(self.tree, positions, rows)
+        return self.tau * shifts + (bias - self.bias[positions]).abs() > self.tolerance
 
     def _replace(self, positions: Tensor, rows: Tensor, bias: Tensor) -> None:
         """Take in new rows and biases, also in the leaves' sums."""
@@ -181,7 +181,7 @@ class KernelSampler(AnchoredSampler):
         )
 
     def _walk(self) -> ModuleType:
-        """The module whose add, renew, draw and log_prob to use."""
+        """The module whose shifts, add, renew, draw and log_prob to use."""
         numba = self.backend == "numba" or (self.backend == "auto" and self.tree.sums.device.type == "cpu")
         return kernels if numba else tree
 
