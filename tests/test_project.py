@@ -13,7 +13,7 @@ import rfsoftmax as rf
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_example_of_the_readme_is_the_file_that_the_demo_runs() -> None:
+def test_the_example_of_the_readme_is_the_first_of_the_examples() -> None:
     block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert block is not None
     assert block[1] == (ROOT / "examples" / "first_steps.py").read_text()
@@ -84,3 +84,15 @@ def test_bench_quality_measures_the_cost_of_draw_and_update_at_a_tiny_size(tmp_p
     run(sys.executable, "benchmarks/bench_quality.py", "--output", str(tmp_path), "cost", *sizes)
     with (tmp_path / "bench_quality_cost.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 4
+
+
+def test_bench_step_checks_its_losses_and_times_all_methods_at_a_tiny_size(tmp_path: Path) -> None:
+    sizes = ["--num-classes", "300", "600", "--dim", "8", "--batch", "16", "--negatives", "10", "--repeats", "1"]
+    output = tmp_path / "bench_step.csv"
+    run(sys.executable, "benchmarks/bench_step.py", *sizes, "--largest-baseline", "300", "--output", str(output))
+    with output.open() as file:
+        rows = list(csv.DictReader(file))
+    of_largest = [row["method"] for row in rows if row["num_classes"] == "600"]
+    assert of_largest == ["ours, per_example", "ours, shared"]
+    assert all(float(row["milliseconds"]) > 0 for row in rows)
+    assert output.with_suffix(".png").stat().st_size > 1000

@@ -1,0 +1,203 @@
+"""A whole training step of the output layer: draw, loss, backward, optimizer, update of the sampler; n = 10^4 ... 10^7.
+
+Ours, with per-example and with shared negatives and SparseAdam, beside what one would otherwise run: the full softmax
+(streamed; by torch's own linear_cross_entropy; torch's adaptive softmax) and shared uniform or log-uniform negatives
+with a dense gradient, all with Adam. Every step has new queries and targets, whose frequencies follow Zipf's law. All
+works of a group take turns in one process; the baselines only up to `--largest-baseline`.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measure import interleaved, write_rows
+from torch import Tensor, nn
+
+import rfsoftmax as rf
+
+TAU = rf.DEFAULT_TAU
+MODES: tuple[Any, ...] = ("per_example", "shared")
+# With so many negatives sampled and exact loss of a batch may differ by so much: by chance, and as log Z' is biased.
+CHECKED, CLOSE = 2000, 0.3
+NUM_BATCHES = 8
+
+Step = Callable[[Tensor, Tensor], Any]
+
+
+class Batches:
+    """Queries (B, d) and targets (B,), a few of them over and over."""
+
+    def __init__(self, num_classes: int, dim: int, batch: int) -> None:
+        g = torch.Generator().manual_seed(0)
+        targets = (num_classes ** torch.rand(NUM_BATCHES, batch, generator=g, dtype=torch.float64)).long() - 1
+        self.all = itertools.cycle(zip(torch.randn(NUM_BATCHES, batch, dim, generator=g), targets, strict=True))
+
+    def run(self, step: Step) -> Any:
+        return step(*next(self.all))
+
+
+def optimised(loss: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer) -> Step:
+    def step(hidden: Tensor, target: Tensor) -> None:
+        optimizer.zero_grad()
+        loss(hidden.detach().requires_grad_(), target).backward()
+        optimizer.step()
+
+    return step
+
+
+def class_weight(num_classes: int, dim: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(num_classes, dim, generator=torch.Generator().manual_seed(1)) / dim**0.5)
+
+
+def ours(num_classes: int, dim: int, m: int, mode: Any) -> Step:
+    torch.manual_seed(0)
+    head = rf.SoftmaxHead(dim, num_classes, num_negatives=m, negatives=mode)
+    head.rebuild()
+    check(head, Batches(num_classes, dim, 64))
+    return optimised(head, torch.optim.SparseAdam(list(head.parameters()), lr=1e-3))
+
+
+def check(head: rf.SoftmaxHead, batches: Batches) -> None:
+    """The sampled loss must be about the exact one, and that must be torch's."""
+    hidden, target = next(batches.all)
+    m, head.num_negatives = head.num_negatives, min(CHECKED, head.num_classes - 1)
+    with torch.no_grad():
+        sampled, exact = float(head.train()(hidden, target)), float(head.eval()(hidden, target))
+        if head.num_classes <= 100_000:
+            logits = TAU * F.normalize(hidden, dim=1) @ F.normalize(head.weight, dim=1).T
+            torch.testing.assert_close(torch.tensor(exact), F.cross_entropy(logits, target), rtol=1e-4, atol=1e-4)
+    head.train().num_negatives = m
+    if abs(sampled - exact) > CLOSE:
+        raise AssertionError(f"sampled loss: expected about {exact}, got {sampled}")
+
+
+def full(num_classes: int, dim: int, m: int) -> Step:
+    weight = class_weight(num_classes, dim)
+
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        return rf.full_softmax_loss(F.normalize(hidden, dim=1), weight, target, tau=TAU, normalize=True)
+
+    return optimised(loss, torch.optim.Adam([weight], lr=1e-3))
+
+
+def torch_full(num_classes: int, dim: int, m: int) -> Step:
+    weight = class_weight(num_classes, dim)
+
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        of_torch: Callable[..., Tensor] = F.linear_cross_entropy
+        return of_torch(TAU * F.normalize(hidden, dim=1), F.normalize(weight, dim=1), target)
+
+    return optimised(loss, torch.optim.Adam([weight], lr=1e-3))
+
+
+def adaptive(num_classes: int, dim: int, m: int) -> Step:
+    cutoffs = [num_classes // 10, num_classes // 2]
+    layer = nn.AdaptiveLogSoftmaxWithLoss(dim, num_classes, cutoffs, div_value=2.0)
+    return optimised(lambda hidden, target: layer(hidden, target).loss, torch.optim.Adam(layer.parameters(), lr=1e-3))
+
+
+def recipe(num_classes: int, dim: int, m: int, sampler: str) -> Step:
+    """What people write today: one set of negatives for the batch, corrected by log q, and a dense gradient."""
+    weight, chosen = class_weight(num_classes, dim), rf.make_sampler(sampler, num_classes=num_classes, dim=dim)
+
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        samples = chosen.sample(hidden, m, shared=True)
+        queries = TAU * F.normalize(hidden, dim=1)
+        of_target = (queries * F.normalize(weight[target], dim=1)).sum(1)
+        of_negatives = queries @ F.normalize(weight[samples.ids[0]], dim=1).T
+        of_negatives = of_negatives.masked_fill(target[:, None] == samples.ids, -torch.inf)
+        return rf.sampled_softmax_loss(of_target, of_negatives, samples.log_q)
+
+    return optimised(loss, torch.optim.Adam([weight], lr=1e-3))
+
+
+def baselines() -> dict[str, Callable[[int, int, int], Step]]:
+    found: dict[str, Callable[[int, int, int], Step]] = {
+        "full softmax, streamed": full,
+        "full softmax, linear_cross_entropy": torch_full,
+        "adaptive softmax": adaptive,
+        "recipe, uniform": lambda n, d, m: recipe(n, d, m, "uniform"),
+        "recipe, log-uniform": lambda n, d, m: recipe(n, d, m, "log_uniform"),
+    }
+    if not hasattr(F, "linear_cross_entropy"):
+        del found["full softmax, linear_cross_entropy"]
+    return found
+
+
+def measure(dim: int, mode: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+    works: dict[tuple[str, int], Callable[[], Any]] = {}
+    for n in options.num_classes:
+        batches = Batches(n, dim, options.batch)
+        made = {f"ours, {mode}": lambda n, d, m: ours(n, d, m, mode)}
+        made |= baselines() if n <= options.largest_baseline else {}
+        for name, make in made.items():
+            print(f"  building {name}, n = {n:,}", flush=True)
+            step = make(n, dim, options.negatives)
+            works[name, n] = lambda step=step, batches=batches: batches.run(step)  # type: ignore[misc]
+    seconds = interleaved({f"{name}|{n}": work for (name, n), work in works.items()}, options.repeats)
+    rows = []
+    for name, n in works:
+        mine = seconds[f"ours, {mode}|{n}"]
+        rows.append(
+            {
+                "method": name,
+                "num_classes": n,
+                "dim": dim,
+                "batch": options.batch,
+                "negatives": options.negatives,
+                "milliseconds": round(1e3 * seconds[f"{name}|{n}"], 3),
+                "times_ours": round(seconds[f"{name}|{n}"] / mine, 2),
+                "beside": mode,
+                "repeats": options.repeats,
+            }
+        )
+        print(f"  {name:36s} n = {n:>10,} {rows[-1]['milliseconds']:>10} ms  {rows[-1]['times_ours']:>8} x ours")
+    return rows
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    dims = list(dict.fromkeys(row["dim"] for row in rows))
+    figure = Figure(figsize=(6 * len(dims), 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, dim in zip(figure.subplots(1, len(dims), squeeze=False)[0], dims, strict=True):
+        for name in dict.fromkeys(row["method"] for row in rows):
+            some = {
+                row["num_classes"]: row["milliseconds"] for row in rows if (row["method"], row["dim"]) == (name, dim)
+            }
+            style = {"linewidth": 2.5} if name.startswith("ours") else {"linestyle": "--"}
+            axis.plot(list(some), list(some.values()), marker="o", label=name, **style)
+            axis.annotate(name, (list(some)[-1], list(some.values())[-1]), fontsize=7, ha="right", va="bottom")
+        axis.set(xscale="log", yscale="log", xlabel="classes", ylabel="ms a step", title=f"d = {dim}")
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = [10_000, 100_000, 1_000_000, 10_000_000]
+    parser.add_argument("--num-classes", type=int, nargs="+", default=sizes)
+    parser.add_argument("--largest-baseline", type=int, default=1_000_000, help="above it only ours is timed")
+    parser.add_argument("--dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--negatives", type=int, default=128, help="m")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--repeats", type=int, default=9, help="interleaved repetitions; the median counts")
+    parser.add_argument("--output", type=Path, default=Path("results/bench_step.csv"))
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for dim, mode in itertools.product(options.dim, options.modes):
+        print(f"d = {dim}, {mode} negatives", flush=True)
+        rows += measure(dim, mode, options)
+        write_rows(options.output, rows)
+    plot(rows, options.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
