@@ -35,6 +35,8 @@ def test_bench_loss_runs_at_a_tiny_size_and_writes_rows(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [row["method"] for row in rows if row["num_classes"] == "300"] == [
         "exp, plain",
+        "exp, in place",
+        "exp, in place, float64",
         "exact",
         "quadratic",
         "rff D=8",

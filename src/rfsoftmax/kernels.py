@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -126,6 +127,27 @@ def number(context: Any, x: Any) -> Any:
         return arguments[0]
 
     return (types.float32(x), widen) if x == types.uint16 else (x(x), keep)
+
+
+@intrinsic
+def _prefetch_line(context: Any, address: Any) -> Any:
+    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        line = builder.inttoptr(arguments[0], pointer)
+        builder.call(prefetch, [line, *(ir.Constant(flag, value) for value in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.uintp), make
+
+
+@compiled
+def _prefetch(array: np.ndarray, first: int, last: int) -> None:
+    """Have rows first..last of a matrix on their way to the cache while other work goes on."""
+    size = array.itemsize * array.shape[1]
+    for offset in range(first * size, last * size, 64):
+        _prefetch_line(np.uintp(array.ctypes.data + offset))
 
 
 @compiled
@@ -302,7 +324,7 @@ def _draw(
     stop: int,
 ) -> None:
     """Level by level for a group of queries: their walks do not wait for one another's memory."""
-    phi, excluded, sums, block_size = state[0], state[3], state[6], state[11]
+    phi, excluded, sums, rows, block_size = state[0], state[3], state[6], state[9], state[11]
     blocks, num = sums.shape[0] // 2, uniforms.shape[1]
     group = min(stop - start, max(1, _GROUP // num))
     room = group * num
@@ -370,6 +392,9 @@ def _draw(
         for i in range(2 * room, done):
             query, block = queries[i], nodes[i] - blocks
             b = low + query
+            if i + 1 < done:
+                following = (nodes[i + 1] - blocks) * block_size
+                _prefetch(rows, following, min(following + block_size, rows.shape[0]))
             size, largest, total = _block_logits(block, b, logits, masses, state)
             # Rounding may push a uniform past the end: it then means the last class that has any probability.
             end = size - 1
