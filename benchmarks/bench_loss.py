@@ -42,8 +42,8 @@ def plain_exp(weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
 def exp_in_place(weight: Tensor, hidden: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
     """The same by inverting the distribution function, with no more passes over the classes than needed.
 
-    In float32 that function has steps of 6e-8, which is 3% of the mean probability at n = 500,000; `plain_exp` is float32
-    as well.
+    In float32 that function has steps of 6e-8, which is 3% of the mean probability at n = 500,000; `plain_exp` is
+    float32 as well.
     """
     logits = (hidden * rf.DEFAULT_TAU) @ weight.T
     target_logit = logits.gather(1, target[:, None])

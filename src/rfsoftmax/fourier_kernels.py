@@ -2,7 +2,8 @@
 
 For small batches the calls that lie between features and walk cost more than either; for updates the features of all
 rows that moved would fill the memory's bus twice. What the feature map computes by torch is computed here by the same
-formulas, to rounding.
+formulas, to rounding. numba does not see changes in another file: after one to `kernels.py` delete its cache, the files
+`__pycache__/*.nb*`.
 """
 
 from typing import Any, NamedTuple

@@ -136,7 +136,7 @@ def _prefetch_line(context: Any, address: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
         prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         line = builder.inttoptr(arguments[0], pointer)
-        builder.call(prefetch, [line, *(ir.Constant(flag, value) for value in (0, 3, 1))])
+        builder.call(prefetch, [line, *(ir.Constant(flag, value) for value in (0, 2, 1))])
         return context.get_dummy_value()
 
     return types.void(types.uintp), make
@@ -144,7 +144,7 @@ def _prefetch_line(context: Any, address: Any) -> Any:
 
 @compiled
 def _prefetch(array: np.ndarray, first: int, last: int) -> None:
-    """Have rows first..last of a matrix on their way to the cache while other work goes on."""
+    """Have rows first..last of a matrix on their way to the cache."""
     size = array.itemsize * array.shape[1]
     for offset in range(first * size, last * size, 64):
         _prefetch_line(np.uintp(array.ctypes.data + offset))
@@ -286,13 +286,21 @@ def _floored(
 
 @inlined
 def _block_logits(
-    block: int, b: int, logits: np.ndarray, masses: np.ndarray, state: tuple[Any, ...]
+    block: int, b: int, logits: np.ndarray, masses: np.ndarray, state: tuple[Any, ...], following: int
 ) -> tuple[int, float, float]:
-    """Fills logits and masses, exp(logit - largest), of a block; returns their number, the largest logit, the sum."""
+    """Fills logits and masses, exp(logit - largest), of a block; returns their number, the largest logit, the sum.
+
+    Row by row, those of the block that follows are fetched meanwhile; all at once they would drive out this block's.
+    """
     _, _, queries, excluded, _, _, _, _, _, rows, offsets, block_size, leaf_rule = state
     start = block * block_size
     size = min(block_size, rows.shape[0] - start)
+    ahead = (following - block) * block_size
+    if start + ahead + size > rows.shape[0]:
+        ahead = 0
     for k in range(size):
+        if ahead != 0:
+            _prefetch(rows, start + ahead + k, start + ahead + k + 1)
         score = np.float64(dot(queries[b], rows[start + k]))
         if leaf_rule == LEAF_ABSOLUTE:
             score = abs(score)
@@ -324,7 +332,7 @@ def _draw(
     stop: int,
 ) -> None:
     """Level by level for a group of queries: their walks do not wait for one another's memory."""
-    phi, excluded, sums, rows, block_size = state[0], state[3], state[6], state[9], state[11]
+    phi, excluded, sums, block_size = state[0], state[3], state[6], state[11]
     blocks, num = sums.shape[0] // 2, uniforms.shape[1]
     group = min(stop - start, max(1, _GROUP // num))
     room = group * num
@@ -392,10 +400,8 @@ def _draw(
         for i in range(2 * room, done):
             query, block = queries[i], nodes[i] - blocks
             b = low + query
-            if i + 1 < done:
-                following = (nodes[i + 1] - blocks) * block_size
-                _prefetch(rows, following, min(following + block_size, rows.shape[0]))
-            size, largest, total = _block_logits(block, b, logits, masses, state)
+            following = nodes[i + 1] - blocks if i + 1 < done else block
+            size, largest, total = _block_logits(block, b, logits, masses, state, following)
             # Rounding may push a uniform past the end: it then means the last class that has any probability.
             end = size - 1
             while end > 0 and masses[end] == 0.0:
@@ -419,7 +425,7 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
         _mark_excluded(excluded[b], blocks, block_size, leaves[0], leaf_levels[0])
         for i in range(positions.shape[1]):
             block, place = divmod(positions[b, i], block_size)
-            _, largest, total = _block_logits(block, b, logits, masses, state)
+            _, largest, total = _block_logits(block, b, logits, masses, state, block)
             log_q[b, i] = -np.inf
             if logits[place] == -np.inf:
                 continue

@@ -67,7 +67,7 @@ def _draw(
             while last < num and not (block < end and uniforms[b, last] * all_mass >= cdf):
                 u[last] = min(max(uniforms[b, last] * all_mass - before, 0.0) / mass, MAX_UNIFORM)
                 last += 1
-            size, largest, total = _block_logits(block, b, logits, masses, state)
+            size, largest, total = _block_logits(block, b, logits, masses, state, block)
             _places(u[first:last], masses[:size], total, positions[b, first:last])
             path = np.log(mass / all_mass) - largest - np.log(total)
             for i in range(first, last):
@@ -97,7 +97,7 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
     for b in range(start, stop):
         for i in range(positions.shape[1]):
             block, place = divmod(positions[b, i], block_size)
-            _, largest, total = _block_logits(block, b, logits, masses, state)
+            _, largest, total = _block_logits(block, b, logits, masses, state, block)
             if logits[place] == -np.inf:
                 log_q[b, i] = -np.inf
             else:
@@ -112,7 +112,7 @@ def _exclude(state: tuple[Any, ...], log_weight: np.ndarray, start: int, stop: i
         for e in range(excluded.shape[1]):
             if excluded[b, e] >= 0:
                 block = excluded[b, e] // block_size
-                size, _, _ = _block_logits(block, b, logits, masses, state)
+                size, _, _ = _block_logits(block, b, logits, masses, state, block)
                 first = block * block_size
                 log_masses[b, block] = _log_mass(log_weight[first : first + size], logits)
 
