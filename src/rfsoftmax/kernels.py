@@ -360,6 +360,8 @@ def _draw(
         while count:
             level += 1
             for i in range(count):
+                if i + 2 < count:  # on its way while this node and the next are scored
+                    _prefetch(sums, 2 * nodes[here + i + 2], 2 * nodes[here + i + 2] + 1)
                 score_left[i] = dot(phi[low + queries[here + i]], sums[2 * nodes[here + i]])
             kept = there
             for i in range(here, here + count):
