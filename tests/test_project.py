@@ -79,6 +79,7 @@ def test_bench_quality_trains_measures_and_draws_at_a_tiny_size(tmp_path: Path) 
     assert float(by_name["exact"]["chi2_median"]) < 1e-6
     assert all(float(row["microseconds_a_draw"]) > 0 for row in rows)
     assert (tmp_path / "results" / "bench_quality.png").stat().st_size > 1000
+    assert "| default |" in run(sys.executable, "benchmarks/bench_quality.py", *where, "draw")
 
 
 def test_bench_quality_measures_the_cost_of_draw_and_update_at_a_tiny_size(tmp_path: Path) -> None:
