@@ -34,7 +34,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     circumstances = {
         "machine": _machine(),
         "commit": _commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(Path(word).name if "/" in word else word for word in sys.argv),
     }
     full = [{**row, **circumstances} for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -628,6 +628,8 @@ def test_a_kernel_sampler_in_use_asks_for_a_rebuild_after_loading() -> None:
         ({"floor": 0.0}, "floor: expected a positive finite number, got 0.0"),
         ({"floor": math.inf}, "floor: expected a positive finite number, got inf"),
         ({"floor": math.nan}, "floor: expected a positive finite number, got nan"),
+        ({"tolerance": -0.1}, "tolerance: expected a finite number of at least 0, got -0.1"),
+        ({"tolerance": math.nan}, "tolerance: expected a finite number of at least 0, got nan"),
         ({"leaf": "soft"}, "leaf: expected one of ('exact', 'kernel'), got 'soft'"),
         ({"backend": "cuda"}, "backend: expected one of ('auto', 'torch', 'numba'), got 'cuda'"),
         (

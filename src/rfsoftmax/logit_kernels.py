@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .kernels import compiled, dot, spread
-
-_NORMALIZE_EPS = 1e-12  # the default of F.normalize
+from .losses import _NORMALIZE_EPS, _gathered
 
 
 def suits(hidden: Tensor, weight: Tensor) -> bool:
@@ -37,7 +36,7 @@ def gathered_logits(
 ) -> Tensor:
     logits: Tensor = _GatheredDots.apply(tau * hidden, weight, ids, normalize, sparse)
     if bias is not None:
-        logits = logits + torch.gather(bias, 0, ids.flatten(), sparse_grad=sparse).view(ids.shape)
+        logits = logits + _gathered(bias, ids, sparse)
     return logits.abs() if absolute else logits
 
 
