@@ -177,22 +177,22 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """chi2 and gradient bias against the time of a draw, at the last point of each data set."""
+    """chi2 and gradient bias against the time of a draw, at an early and a late point of each data set."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(row["data"] for row in rows))
-    figure, axes = plt.subplots(2, len(names), figsize=(5.5 * len(names), 9), squeeze=False, layout="constrained")
-    for column, name in enumerate(names):
-        last = [row for row in rows if row["data"] == name][-1]["point"]
-        some = [row for row in rows if (row["data"], row["point"]) == (name, last) and row["sampler"] != "exact"]
+    size = (5.5 * len(names), 18)
+    figure, axes = plt.subplots(4, len(names), figsize=size, squeeze=False, layout="constrained")
+    for (column, name), (first, mark) in itertools.product(enumerate(names), enumerate(("early", "late"))):
+        some = [row for row in rows if (row["data"], row["point"]) == (name, mark) and row["sampler"] != "exact"]
         tuned = [row for row in some if row["sampler"].startswith("rff of the paper")]
         worse = [row for row in tuned if row is not min(tuned, key=lambda row: row["chi2_median"])]
         for axis, key, label in (
-            (axes[0, column], "chi2_median", "median chi2"),
-            (axes[1, column], "gradient_bias", "relative gradient bias (at the bottom: none to be seen)"),
+            (axes[2 * first, column], "chi2_median", "median chi2"),
+            (axes[2 * first + 1, column], "gradient_bias", "relative gradient bias (at the bottom: none to be seen)"),
         ):
             shown = [row for row in some if row not in worse]
             least = min(row[key] for row in shown if row[key] > 0) / 2
@@ -202,7 +202,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 axis.plot(*place, "o", color=colour)
                 offset = (5, 5 if number % 2 else -10)
                 axis.annotate(row["sampler"], place, offset, fontsize=7, color=colour, textcoords="offset points")
-            axis.set(xscale="log", yscale="log", xlabel="microseconds a draw", ylabel=label, title=f"{name}, {last}")
+            axis.set(xscale="log", yscale="log", xlabel="microseconds a draw", ylabel=label, title=f"{name}, {mark}")
             axis.grid(alpha=0.3)
             axis.margins(x=0.2)
     figure.savefig(path, dpi=100)
