@@ -12,6 +12,7 @@ from .features import (
 )
 from .head import SoftmaxHead
 from .losses import full_softmax_loss, nce_loss, sampled_softmax_loss
+from .optimizers import SparseAdam
 from .samplers import (
     DEFAULT_TAU,
     ExactSampler,
@@ -49,6 +50,7 @@ __all__ = [
     "Sampler",
     "Samples",
     "SoftmaxHead",
+    "SparseAdam",
     "StructuredFourier",
     "UniformSampler",
     "UnigramSampler",
