@@ -113,7 +113,7 @@ def test_the_closure_is_called_with_gradients_on_and_its_loss_returned() -> None
         return loss
 
     before = table.weight.detach().clone()
-    assert float(optimizer.step(closure)) == pytest.approx(float(before[1:3].sum()))
+    assert optimizer.step(closure).item() == pytest.approx(float(before[1:3].sum()))
     assert not torch.equal(table.weight, before)
 
 
