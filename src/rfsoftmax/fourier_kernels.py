@@ -72,27 +72,35 @@ def query(tree: Tree, hidden: Tensor, excluded: Tensor, fourier: Fourier) -> Que
     return made
 
 
-def draw(
-    tree: Tree,
-    hidden: Tensor,
-    excluded: Tensor,
-    fourier: Fourier,
-    position: Tensor,
-    order: Tensor,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """`kernels.draw` for `query` in one call, of classes.
+class Plan:
+    """All that a draw reads beside its queries, as numba takes it: gathering it anew takes longer than a small draw.
 
-    Here excluded (B, E) are classes; `position` (n + 1,) and `order` (n,) lead from them to positions and back.
+    It shares the memory of the tensors, so updates show; whoever replaces one of them makes another plan. A copy or a
+    pickle of it is None.
     """
+
+    def __init__(self, tree: Tree, fourier: Fourier, position: Tensor, order: Tensor) -> None:
+        self.address = tree.sums.data_ptr()  # by which it is known whether the tree is still the same
+        self.source = fourier.arrays()
+        self.places = (position.numpy(), order.numpy())
+        self.nodes = (tree.sums.numpy(), tree.weights.numpy(), tree.counts.numpy())
+        self.leaves = leaf_arrays(tree)
+        self.settings = fourier.settings
+        self.path_cost, self.class_cost = path_cost(tree), _class_cost(fourier)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def draw(plan: Plan, hidden: Tensor, excluded: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """`kernels.draw` for `query` in one call, of classes; here excluded (B, E) are classes too."""
     ids = torch.empty(uniforms.shape, dtype=torch.int64)
     log_q = torch.empty(uniforms.shape, dtype=torch.float64)
-    source = (hidden.contiguous().numpy(), *fourier.arrays())
-    classes = (excluded.contiguous().numpy(), position.numpy(), order.numpy())
-    nodes = (tree.sums.numpy(), tree.weights.numpy(), tree.counts.numpy())
-    leaves = leaf_arrays(tree)
-    u, i, q, settings = uniforms.numpy(), ids.numpy(), log_q.numpy(), fourier.settings
-    cost = _query_cost(fourier, excluded) + u.shape[1] * path_cost(tree)
+    source = (hidden.contiguous().numpy(), *plan.source)
+    classes = (excluded.contiguous().numpy(), *plan.places)
+    nodes, leaves, settings = plan.nodes, plan.leaves, plan.settings
+    u, i, q = uniforms.numpy(), ids.numpy(), log_q.numpy()
+    cost = (1 + excluded.shape[1]) * plan.class_cost + u.shape[1] * plan.path_cost
     spread(lambda a, b: _query_and_draw(source, classes, nodes, leaves, settings, u, i, q, a, b), len(u), cost)
     return ids, log_q
 

@@ -1,7 +1,8 @@
 """The functions of `tree.py` for CPU tensors, compiled by numba: same signatures, same results.
 
 A kernel scores a node once per query, however many samples pass through it: the samples of one query that go left are
-a prefix of its sorted uniforms, so the walk carries ranges of samples instead of samples. Kernels own no random state
+a prefix of its sorted uniforms, so the walk carries ranges of samples instead of samples. Uniforms that are sorted but
+for where they begin will do (`unturned`), and the samples come out in their order. Kernels own no random state
 and release the GIL; queries (or columns, for updates) are spread over threads of our own, as numba's own threads
 clash with torch's.
 """
@@ -38,6 +39,8 @@ _LEAST_PRODUCT = 1e-200
 _LEAST_KEPT = 0.2
 # Nodes visited at once on a level: enough to hide the latency of memory, few enough for the cache.
 _GROUP = 512
+# Bytes of sums on their way at once, ahead of the node that is scored; at least two nodes.
+_FETCHED = 4096
 
 
 def shifts(tree: Tree, positions: Tensor, rows: Tensor) -> Tensor:
@@ -236,6 +239,29 @@ def _exp(x: np.ndarray, largest: float, out: np.ndarray, size: int) -> None:
 
 
 @inlined
+def unturned(uniforms: np.ndarray, out: np.ndarray) -> int:
+    """out (m,) gets uniforms (m,), sorted but for where they begin, sorted; returns the place of the least."""
+    num, turn = uniforms.shape[0], 0
+    for i in range(1, num):
+        if uniforms[i] < uniforms[i - 1]:
+            turn = i
+    for i in range(num):
+        out[i] = uniforms[turned(i, turn, num)]
+    return turn
+
+
+@inlined
+def turned(i: int, turn: int, num: int) -> int:
+    return i + turn if i + turn < num else i + turn - num
+
+
+@inlined
+def _cancels(difference: float, scored: float) -> bool:
+    """Whether a score by subtraction from `scored` may have lost too much to rounding."""
+    return difference < _LEAST_KEPT * scored or scored <= 0.0
+
+
+@inlined
 def _mark_excluded(excluded: np.ndarray, blocks: int, block_size: int, leaves: np.ndarray, levels: np.ndarray) -> None:
     """The leaf and the level of each excluded position; -1 has a level above every node and so no ancestor."""
     for e in range(excluded.shape[0]):
@@ -335,8 +361,8 @@ def _draw(
     phi, excluded, sums, block_size = state[0], state[3], state[6], state[11]
     blocks, num = sums.shape[0] // 2, uniforms.shape[1]
     group = min(stop - start, max(1, _GROUP // num))
-    room = group * num
-    u, score_left = np.empty((group, num)), np.empty(room)
+    room, ahead = group * num, max(2, _FETCHED // (sums.shape[1] * sums.itemsize))
+    u, turns, score_left = np.empty((group, num)), np.empty(group, np.int64), np.empty(room)
     leaves, leaf_levels = np.empty((group, excluded.shape[1]), np.int64), np.empty((group, excluded.shape[1]), np.int64)
     # Nodes and the range of samples that pass through them: this level and the next in turn in the two halves, and in
     # the third part the leaves where walks have ended. A node's probability is path x exp(log_path): one log a path,
@@ -349,7 +375,7 @@ def _draw(
     for low in range(start, stop, group):
         here, there, count, level, done = 0, room, min(group, stop - low), 0, 2 * room
         for i in range(count):
-            u[i] = uniforms[low + i]
+            turns[i] = unturned(uniforms[low + i], u[i])
             _mark_excluded(excluded[low + i], blocks, block_size, leaves[i], leaf_levels[i])
             score = np.float64(dot(phi[low + i], sums[1]))
             k = i if blocks > 1 else done + i
@@ -360,15 +386,17 @@ def _draw(
         while count:
             level += 1
             for i in range(count):
-                if i + 2 < count:  # on its way while this node and the next are scored
-                    _prefetch(sums, 2 * nodes[here + i + 2], 2 * nodes[here + i + 2] + 1)
+                if i + ahead < count:  # on its way while this node and the next are scored
+                    _prefetch(sums, 2 * nodes[here + i + ahead], 2 * nodes[here + i + ahead] + 1)
                 score_left[i] = dot(phi[low + queries[here + i]], sums[2 * nodes[here + i]])
+                if _cancels(scores[here + i] - score_left[i], scoreds[here + i]):
+                    _prefetch(sums, 2 * nodes[here + i] + 1, 2 * nodes[here + i] + 2)
             kept = there
             for i in range(here, here + count):
                 query, node, first, last, path = queries[i], nodes[i], firsts[i], lasts[i], paths[i]
                 of_left = score_left[i - here]
                 of_right, scored = scores[i] - of_left, scoreds[i]
-                if of_right < _LEAST_KEPT * scored or scored <= 0.0:
+                if _cancels(of_right, scored):
                     of_right = np.float64(dot(phi[low + query], sums[2 * node + 1]))
                     scored = of_right
                 left, right = _floored(node, level, of_left, of_right, low + query, query, leaves, leaf_levels, state)
@@ -413,8 +441,9 @@ def _draw(
                 while k < end and u[query, j] * total >= cdf:
                     k += 1
                     cdf += masses[k]
-                positions[b, j] = block * block_size + k
-                log_q[b, j] = log_path + logits[k]
+                place = turned(j, turns[query], num)
+                positions[b, place] = block * block_size + k
+                log_q[b, place] = log_path + logits[k]
 
 
 @compiled

@@ -294,6 +294,20 @@ def _softmax_loss(target_logit: Tensor, log_rest: Tensor) -> Tensor:
 
 
 def _adjusted_logits(target_logit: Tensor, negative_logits: Tensor, log_q: Tensor) -> Tensor:
+    batch, shape = len(target_logit), tuple(negative_logits.shape)
+    fits = len(shape) == 2 and shape[0] in (1, batch) and shape[1] > 0 and batch > 0
+    if not fits or log_q.shape != shape or not _floating(target_logit, negative_logits, log_q):
+        _check_adjustment(target_logit, negative_logits, log_q)
+    adjusted = (_at_least_float32(negative_logits) - log_q).sub_(math.log(shape[1]))
+    # A masked negative stays masked even where its own log_q is -inf.
+    return adjusted.masked_fill(negative_logits == -torch.inf, -torch.inf)
+
+
+def _floating(*tensors: Tensor) -> bool:
+    return all(x.is_floating_point() for x in tensors)
+
+
+def _check_adjustment(target_logit: Tensor, negative_logits: Tensor, log_q: Tensor) -> None:
     _check_float("target_logit", target_logit)
     _check_float("negative_logits", negative_logits)
     _check_float("log_q", log_q)
@@ -303,9 +317,6 @@ def _adjusted_logits(target_logit: Tensor, negative_logits: Tensor, log_q: Tenso
     fits = len(shape) == 2 and shape[0] in (1, batch) and shape[1] > 0
     _check_shape("negative_logits", negative_logits, fits, f"(B, m) or (1, m) with B = {batch}, m >= 1")
     _check_broadcast("log_q", log_q, (batch, shape[1]))
-    adjusted = _at_least_float32(negative_logits) - log_q - math.log(shape[1])
-    # A masked negative stays masked even where its own log_q is -inf.
-    return adjusted.masked_fill(negative_logits == -torch.inf, -torch.inf)
 
 
 def _logits(queries: Tensor, rows: Tensor, bias: Tensor | None, normalize: bool, absolute: bool) -> Tensor:
@@ -341,7 +352,7 @@ def _working_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[object]:

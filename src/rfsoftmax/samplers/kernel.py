@@ -87,8 +87,10 @@ class KernelSampler(AnchoredSampler):
         self.backend = backend
         self.tree = tree.Tree(block_size, self._leaf_rule())
         self.log_shift = 0.0
+        self._plan: fourier_kernels.Plan | None = None
 
     def _rebuild(self, weight: ClassRows, bias: Tensor) -> None:
+        self._plan = None
         moves = not self.keep_order
         rows = self._arrange(weight, bias, self.tree.rows)
         if moves and len(self.recent) and self.batches_seen:
@@ -169,8 +171,7 @@ class KernelSampler(AnchoredSampler):
             positions, log_q = self._walk().draw(self.tree, self._query(hidden, exclude, shared), uniforms)
             ids = self._classes(positions)
         else:
-            queries, places = hidden.to(self.bias), (self.position, self.order)
-            ids, log_q = fourier_kernels.draw(self.tree, queries, exclude, self._fourier(), *places, uniforms)
+            ids, log_q = fourier_kernels.draw(self._planned(), hidden.to(self.bias), exclude, uniforms)
         self._observe(hidden)
         return ids, log_q
 
@@ -247,7 +248,13 @@ class KernelSampler(AnchoredSampler):
         return self._mixture(query) if shared else query
 
     def _is_fourier(self) -> bool:
-        return isinstance(self.feature_map, RandomFourier | OrthogonalFourier) and self._walk() is kernels
+        return isinstance(self.feature_map, (RandomFourier, OrthogonalFourier)) and self._walk() is kernels
+
+    def _planned(self) -> fourier_kernels.Plan:
+        """The plan of the tree as it is, if `_is_fourier`."""
+        if self._plan is None or self._plan.address != self.tree.sums.data_ptr():
+            self._plan = fourier_kernels.Plan(self.tree, self._fourier(), self.position, self.order)
+        return self._plan
 
     def _fourier(self) -> fourier_kernels.Fourier:
         """What `fourier_kernels` take, if `_is_fourier`."""
