@@ -16,6 +16,7 @@ from .kernels import (
     MAX_LOG_FACTOR,
     _arrays,
     _draw,
+    _prefetch,
     compiled,
     dot,
     leaf_arrays,
@@ -134,13 +135,14 @@ def _query_cost(fourier: Fourier, excluded: Tensor) -> int:
 def _cos_sin(angles: np.ndarray, cosines: np.ndarray, sines: np.ndarray, scale: float) -> None:
     """scale x cos and sin of angles, exact to their own type and vectorised: series about multiples of pi/2."""
     one = cosines.dtype.type(1.0)
+    first = 3 if cosines.itemsize == 4 else 0  # terms below the rounding of float32
     for i in range(angles.shape[0]):
         angle = np.float64(angles[i])
         turns = np.rint(angle * (2 / np.pi))
         x = cosines.dtype.type(angle - turns * 1.5707963267341256 - turns * 6.077100506506192e-11)
         y = x * x
         s, c = one, one
-        for k in range(9):
+        for k in range(first, 9):
             s = one - s * y * cosines.dtype.type(_SINE_TERMS[k])
             c = one - c * y * cosines.dtype.type(_COSINE_TERMS[k])
         s *= x
@@ -253,6 +255,10 @@ def _update(
     for k in range(start, stop):
         leaf, weight = leaves[edges[k]], 0.0
         total[:] = 0.0
+        if k + 1 < stop:  # on their way while this leaf is made
+            _prefetch(sums, leaves[edges[k + 1]], leaves[edges[k + 1]] + 1)
+            for i in range(edges[k + 1], edges[k + 2]):
+                _prefetch(rows, positions[i], positions[i] + 1)
         for i in range(edges[k], edges[k + 1]):
             position = positions[i]
             _angles(frequencies, rows[position], new_rows[i], angles[0], angles[1])

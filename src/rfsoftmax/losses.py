@@ -189,11 +189,29 @@ def shared_logits(
     normalize: bool = False,
     absolute: bool = False,
     sparse: bool = True,
+    sizes: list[int] | None = None,
 ) -> Tensor:
-    """Logits (B, m) of the same classes for all rows, ids (m,), by one matrix product; else as `gathered_logits`."""
+    """Logits (B, m) of classes that rows share, by matrix products; else as `gathered_logits`.
+
+    ids is (m,), the same for all rows; or (G, m), a set for the first sizes[0] rows, one for the sizes[1] after, ...
+    """
     queries = tau * hidden.to(_working_dtype(hidden, weight))
-    added = None if bias is None else _gathered(bias, ids, sparse)
-    return _logits(queries, F.embedding(ids, weight, sparse=sparse), added, normalize, absolute)
+    vectors = _class_vectors(F.embedding(ids, weight, sparse=sparse), queries.dtype, normalize)
+    with _no_autocast(queries):
+        if sizes is None:
+            logits = queries @ vectors.T
+        else:
+            logits = torch.cat([q @ v.T for q, v in zip(queries.split(sizes), vectors, strict=True)])
+    if bias is not None:
+        logits = logits + repeated(_gathered(bias, ids, sparse), sizes)
+    return logits.abs() if absolute else logits
+
+
+def repeated(x: Tensor, sizes: list[int] | None) -> Tensor:
+    """Each of the G rows of x sizes[g] times, one after another; x itself without sizes."""
+    if sizes is None:
+        return x
+    return x.repeat_interleave(torch.tensor(sizes, device=x.device), dim=0, output_size=sum(sizes))
 
 
 def reduce_labels(losses: Tensor, mask: Tensor, how: str) -> Tensor:

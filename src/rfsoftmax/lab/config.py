@@ -55,8 +55,12 @@ class Config:
     )
     num_negatives: int = _setting(100, _OUTPUT, "negatives m of each query")
     negatives: str = _setting(
-        "per_example", _OUTPUT, "one set of negatives for each query, or for the whole batch", ("per_example", "shared")
+        "per_example",
+        _OUTPUT,
+        "one set of negatives for each query, for each of some groups of like queries, or for the whole batch",
+        ("per_example", "groups", "shared"),
     )
+    num_groups: int = _setting(16, _OUTPUT, "groups of like queries in a batch, with --negatives groups")
     tau: float = _setting(1 / 0.3**2, _OUTPUT, "inverse temperature of the softmax over cosines")
     bias: bool = _setting(False, _OUTPUT, "learn a bias for each class")
     labels: str = _setting(
@@ -90,7 +94,7 @@ class Config:
             choices = setting.metadata["choices"]
             if choices and getattr(self, setting.name) not in choices:
                 _fail(setting.name, f"one of {', '.join(choices)}", getattr(self, setting.name))
-        for name in ("dim", "layers", "num_negatives", "batch_size", "seq_len", "epochs", "log_every"):
+        for name in ("dim", "layers", "num_negatives", "num_groups", "batch_size", "seq_len", "epochs", "log_every"):
             if getattr(self, name) < 1:
                 _fail(name, "at least 1", getattr(self, name))
         for name in ("warmup", "clip", "patience", "eval_every", "eval_limit", "save_every", "sparse_from", "seed"):

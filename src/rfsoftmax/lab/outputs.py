@@ -102,7 +102,7 @@ def make_output(config: Config, counts: Tensor) -> Output:
         config.num_negatives,
         config.tau,
         bias=config.bias or loss == "nce",
-        negatives=config.negatives,  # type: ignore[arg-type]
+        negatives=config.num_groups if config.negatives == "groups" else config.negatives,  # type: ignore[arg-type]
         sparse=n >= config.sparse_from,
         loss=loss,  # type: ignore[arg-type]
         labels=labels,  # type: ignore[arg-type]

@@ -95,21 +95,32 @@ class Sampler(nn.Module, ABC):
         """
         if num < 1:
             raise ValueError(f"num: expected at least 1, got {num}")
-        return self._sample(hidden, num, self._check(hidden, exclude, shared), generator, shared)
+        excluded = self._check(hidden, exclude, shared)
+        return self._sample(hidden, num, excluded, generator, [len(hidden)] if shared else None)
 
     @torch.no_grad()
     def _sample(
-        self, hidden: Tensor, num: int, exclude: Tensor, generator: torch.Generator | None, shared: bool
+        self, hidden: Tensor, num: int, exclude: Tensor, generator: torch.Generator | None, sizes: list[int] | None
     ) -> Samples:
-        """`sample` without its checks; exclude is (B, E) int64, -1 for none, no class twice, or (1, 0) if shared."""
-        rows = 1 if shared else len(hidden)
+        """`sample` without its checks; exclude is (B, E) int64, -1 for none, no class twice.
+
+        With `sizes`, which sum to B, so many rows of hidden after another share a set: ids and log_q are (sets, num),
+        and exclude is (1, 0).
+        """
+        rows = len(hidden) if sizes is None else len(sizes)
         if self.stratified:
             uniforms = stratified_uniforms(rows, num, generator, hidden.device)
         else:
             uniforms = torch.rand(rows, num, dtype=torch.float64, generator=generator, device=hidden.device)
             uniforms, places = uniforms.sort(dim=1)
         with no_autocast(hidden.device):
-            ids, log_q = self._draw(hidden, exclude, uniforms, generator, shared)
+            self._observe(hidden)
+            if sizes is None or rows == 1:
+                ids, log_q = self._draw(hidden, exclude, uniforms, generator, sizes is not None)
+            else:
+                sets = zip(hidden.split(sizes), uniforms.split(1), strict=True)
+                drawn = [self._draw(some, exclude, u, generator, True) for some, u in sets]
+                ids, log_q = torch.cat([i for i, _ in drawn]), torch.cat([q for _, q in drawn])
         if not self.stratified:
             source = places.argsort(dim=1)
             ids, log_q = ids.gather(1, source), log_q.gather(1, source)
@@ -126,6 +137,16 @@ class Sampler(nn.Module, ABC):
         with no_autocast(hidden.device):
             log_q = self._log_prob(hidden, ids.long().reshape(rows, -1), excluded, shared)
         return log_q.float().view(ids.shape)
+
+    def _observe(self, hidden: Tensor) -> None:
+        """Take note of a batch of queries (B, d), before a draw for them."""
+
+    def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> Tensor:
+        """Those of ids (k,), repeats allowed, whose rows of weight the sampler is to be given; all, if it cannot tell.
+
+        As in `rebuild`, with `normalize` it is the rows brought to unit length that count.
+        """
+        return ids
 
     @abstractmethod
     def _rebuild(self, weight: ClassRows, bias: Tensor) -> None: ...

@@ -152,6 +152,13 @@ class KernelSampler(AnchoredSampler):
         shifts = self._walk().shifts(self.tree, positions, rows)
         return self.tau * shifts + (bias - self.bias[positions]).abs() > self.tolerance
 
+    def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> Tensor:
+        if self._walk() is not kernels or weight.device.type != "cpu" or weight.dtype != self.bias.dtype:
+            return ids
+        limits = kernels.Limits(self.tau, self.tolerance, normalize)
+        biases = None if bias is None else (bias, self.bias)
+        return kernels.stale(self.tree, ids, self.position, weight, biases, limits)
+
     def _replace(self, positions: Tensor, rows: Tensor, bias: Tensor) -> None:
         """Take in new rows and biases, also in the leaves' sums."""
         step = max(1, tree.CACHED_ELEMENTS // self.feature_map.width)
@@ -172,7 +179,6 @@ class KernelSampler(AnchoredSampler):
             ids = self._classes(positions)
         else:
             ids, log_q = fourier_kernels.draw(self._planned(), hidden.to(self.bias), exclude, uniforms)
-        self._observe(hidden)
         return ids, log_q
 
     def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:
@@ -232,8 +238,10 @@ class KernelSampler(AnchoredSampler):
         return self.tau * (hidden - centred) + nu * centred
 
     def _query(self, hidden: Tensor, exclude: Tensor, shared: bool) -> tree.Query:
-        if self._is_fourier() and not shared:
-            return fourier_kernels.query(self.tree, hidden.to(self.bias), self._positions(exclude), self._fourier())
+        if self._is_fourier():
+            positions = self._positions(exclude.expand(len(hidden), -1))
+            query = fourier_kernels.query(self.tree, hidden.to(self.bias), positions, self._fourier())
+            return self._mixture(query) if shared else query
         hidden, positions, batch = hidden.to(self.bias), self._positions(exclude), len(hidden)
         centred = hidden - self.anchor
         # One pass of the feature map serves the queries and the rows of what they exclude.

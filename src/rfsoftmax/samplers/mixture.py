@@ -58,6 +58,10 @@ class MixtureSampler(Sampler):
         for sampler in self._parts():
             sampler._update(ids, rows, bias)
 
+    def _observe(self, hidden: Tensor) -> None:
+        for sampler in self._parts():
+            sampler._observe(hidden)
+
     def _draw(
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
     ) -> tuple[Tensor, Tensor]:
