@@ -29,6 +29,17 @@ def interleaved(works: Mapping[str, Callable[[], Any]], repeats: int, burst: flo
     return {name: median(times) for name, times in seconds.items()}
 
 
+def resident_bytes(which: str = "VmRSS") -> int:
+    """What this process holds in memory, or, by VmHWM, the most it ever held.
+
+    Not by getrusage: there a new process begins with the peak of the one that started it.
+    """
+    status = Path("/proc/self/status")
+    if not status.exists():
+        raise RuntimeError(f"memory: expected Linux, whose {status} tells it, got {platform.system()}")
+    return next(1024 * int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(which))
+
+
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Rows as CSV, each with the machine, the commit and the command that made it."""
     circumstances = {

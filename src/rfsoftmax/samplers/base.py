@@ -211,7 +211,7 @@ def check_ids(name: str, ids: Tensor, num_classes: int, lowest: int = 0) -> None
 def _checked_bias(bias: Tensor | None, rows: Tensor) -> Tensor:
     """bias (k,) for rows (k, d), zeros for None."""
     if bias is None:
-        return rows.new_zeros(len(rows))
+        return rows.new_zeros(1).expand(len(rows))  # one number in memory
     if bias.shape != rows.shape[:1] or not bias.is_floating_point():
         need = f"floating shape ({len(rows)},), one a row"
         raise ValueError(f"bias: expected {need}, got {tuple(bias.shape)} of {bias.dtype}")
