@@ -28,6 +28,7 @@ from .samplers import (
     UnigramSampler,
     make_sampler,
 )
+from .sharded import ShardedSoftmaxHead
 
 __all__ = [
     "DEFAULT_TAU",
@@ -48,6 +49,7 @@ __all__ = [
     "RandomMaclaurin",
     "Sampler",
     "Samples",
+    "ShardedSoftmaxHead",
     "SoftmaxHead",
     "StructuredFourier",
     "UniformSampler",
