@@ -29,6 +29,7 @@ from .samplers import (
     make_sampler,
 )
 from .sharded import ShardedSoftmaxHead
+from .sharded_checkpoints import load_checkpoint, save_checkpoint
 
 __all__ = [
     "DEFAULT_TAU",
@@ -57,7 +58,9 @@ __all__ = [
     "advise",
     "advise_head",
     "full_softmax_loss",
+    "load_checkpoint",
     "make_sampler",
     "nce_loss",
     "sampled_softmax_loss",
+    "save_checkpoint",
 ]
