@@ -70,7 +70,7 @@ class TestLogUniform(SamplerContract):
         self, sampler: rf.Sampler, weight: Tensor, hidden: Tensor, exclude: Tensor | None, shared: bool
     ) -> Tensor:
         first = sampler.first
-        q = [math.log(i + 2) - math.log(i + 1) for i in range(first, first + len(weight))]  # type: ignore[operator]
+        q = [math.log(i + 2) - math.log(i + 1) for i in range(first, first + len(weight))]  # type: ignore[operator, arg-type]
         return without(torch.tensor(q).double().repeat(1 if shared else len(hidden), 1), exclude)
 
 
