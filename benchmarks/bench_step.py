@@ -58,7 +58,7 @@ def ours(num_classes: int, dim: int, m: int, mode: Any) -> Step:
     head = rf.SoftmaxHead(dim, num_classes, num_negatives=m, negatives=mode)
     head.rebuild()
     check(head, Batches(num_classes, dim, 64))
-    return optimised(head, torch.optim.SparseAdam(list(head.parameters()), lr=1e-3))
+    return optimised(head, rf.SparseAdam(list(head.parameters()), lr=1e-3))
 
 
 def check(head: rf.SoftmaxHead, batches: Batches) -> None:

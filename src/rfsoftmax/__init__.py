@@ -12,6 +12,7 @@ from .features import (
 )
 from .head import SoftmaxHead
 from .losses import full_softmax_loss, nce_loss, sampled_softmax_loss
+from .optimizers import SparseAdam
 from .samplers import (
     DEFAULT_TAU,
     ExactSampler,
@@ -52,6 +53,7 @@ __all__ = [
     "Samples",
     "ShardedSoftmaxHead",
     "SoftmaxHead",
+    "SparseAdam",
     "StructuredFourier",
     "UniformSampler",
     "UnigramSampler",

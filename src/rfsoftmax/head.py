@@ -187,7 +187,7 @@ class SoftmaxHead(nn.Module):
         """Build the sampler from the weight as it is now."""
         # The sampler's state outlives this call: tensors made in inference mode could not be updated outside it.
         with torch.inference_mode(False), torch.no_grad():
-            self.sampler.rebuild(F.normalize(self.weight, dim=1) if self.normalize else self.weight.detach(), self.bias)
+            self.sampler.rebuild(self.weight, self.bias, self.normalize)
         self._forwards = 0
         # What still waits for its step will need an update after it; no older than a round, lest they pile up.
         self._visits = self._visits[self._num_moved() :][-self.rebuild_every :]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from ..optimizers import SparseAdam
 from .config import Config
 from .models import split_parameters
 
@@ -15,7 +16,7 @@ def make_optimizers(config: Config, model: nn.Module) -> list[torch.optim.Optimi
     dense, sparse = split_parameters(model)
     if config.optimizer == "adam":
         optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(dense, config.lr)] if dense else []
-        return optimizers + ([torch.optim.SparseAdam(sparse, config.lr)] if sparse else [])
+        return optimizers + ([SparseAdam(sparse, config.lr)] if sparse else [])
     kind = torch.optim.Adagrad if config.optimizer == "adagrad" else torch.optim.SGD
     return [kind([*dense, *sparse], config.lr)]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..features import no_autocast
+from .rows import ClassRows
 
 DEFAULT_TAU = 1 / 0.3**2
 
@@ -51,14 +52,17 @@ class Sampler(nn.Module, ABC):
         return self
 
     @torch.no_grad()
-    def rebuild(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Start afresh from all class embeddings, weight (n, d), and what the logits of the classes add, bias (n,)."""
+    def rebuild(self, weight: Tensor, bias: Tensor | None = None, normalize: bool = False) -> None:
+        """Start afresh from all class embeddings, weight (n, d), and what the logits of the classes add, bias (n,).
+
+        With `normalize` they are the rows of weight brought to unit length, without a copy of all of them at once.
+        """
         check_matrix("weight", weight)
         bias = _checked_bias(bias, weight)
         if self.num_classes and weight.shape[0] != self.num_classes:
             raise ValueError(f"weight: expected {self.num_classes} rows, one a class, got {weight.shape[0]}")
         with no_autocast(weight.device):
-            self._rebuild(weight, bias)
+            self._rebuild(ClassRows(weight, normalize), bias)
 
     @torch.no_grad()
     def update(self, ids: Tensor, rows: Tensor, bias: Tensor | None = None) -> None:
@@ -116,7 +120,7 @@ class Sampler(nn.Module, ABC):
         return log_q.float().view(ids.shape)
 
     @abstractmethod
-    def _rebuild(self, weight: Tensor, bias: Tensor) -> None: ...
+    def _rebuild(self, weight: ClassRows, bias: Tensor) -> None: ...
 
     @abstractmethod
     def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None: ...
@@ -194,13 +198,13 @@ def _checked_bias(bias: Tensor | None, rows: Tensor) -> Tensor:
     if bias.shape != rows.shape[:1] or not bias.is_floating_point():
         need = f"floating shape ({len(rows)},), one a row"
         raise ValueError(f"bias: expected {need}, got {tuple(bias.shape)} of {bias.dtype}")
-    if not bool(torch.isfinite(bias).all()):
+    if not math.isfinite(bias.detach().sum()) and not bool(torch.isfinite(bias).all()):
         row = int((~torch.isfinite(bias)).nonzero()[0])
         raise ValueError(f"bias: expected finite values, got {float(bias[row])} for row {row}")
     return bias
 
 
-def check_dim(name: str, matrix: Tensor, dim: int) -> None:
+def check_dim(name: str, matrix: Tensor | ClassRows, dim: int) -> None:
     if matrix.shape[1] != dim:
         raise ValueError(f"{name}: expected shape (rows, {dim}), got {tuple(matrix.shape)}")
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..tree import MAX_UNIFORM
 from .base import Sampler
+from .rows import ClassRows
 
 
 @final
@@ -45,7 +46,7 @@ class MixtureSampler(Sampler):
         self.register_load_state_dict_post_hook(_recount)
         _recount(self)
 
-    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
+    def _rebuild(self, weight: ClassRows, bias: Tensor) -> None:
         for sampler in self._parts():
             if sampler.num_classes not in (0, len(weight)):
                 raise ValueError(f"weight: expected {sampler.num_classes} rows, one a class, got {len(weight)}")

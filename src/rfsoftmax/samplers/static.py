@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import kernels
 from .base import Sampler
+from .rows import ClassRows
 
 # Rounds of redrawing excluded classes from the alias table before the rest are drawn by inverting the CDF.
 _REDRAWS = 4
@@ -38,7 +39,7 @@ class _StaticSampler(Sampler):
     def _pick(self, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None) -> Tensor:
         """ids (B, m) that follow q without `exclude`."""
 
-    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
+    def _rebuild(self, weight: ClassRows, bias: Tensor) -> None:
         pass
 
     def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
