@@ -40,6 +40,11 @@ class Ranks:
         self.bytes_sent += (len(rows) - send[self.rank]) * rows[:0].new_empty(rows.shape[1:]).nbytes
         return received
 
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.num > 1:
+            dist.barrier(group=self.group)
+
     def gather(self, rows: Tensor, sizes: list[int]) -> Tensor:
         """The rows of all ranks, which have sizes[r] each, one rank after another; without gradient."""
         copies = rows.detach().repeat(self.num, *[1] * (rows.dim() - 1))
