@@ -1,4 +1,4 @@
-"""`torchrun ... -m rfsoftmax train ... --shard-classes`: it learns, goes on after any end, and ends when a rank does."""
+"""`torchrun -m rfsoftmax train ... --shard-classes`: it learns, goes on after any end, and ends when a rank does."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from rfsoftmax.lab.commands import load
 from rfsoftmax.lab.config import resolve
 from rfsoftmax.lab.outputs import make_output
 from rfsoftmax.lab.parallel import own_rows
+from rfsoftmax.lab.tasks import make_task
 from rfsoftmax.ranks import Ranks
 from test_lab_train import SMALL, records, write_corpus, write_points
 
@@ -143,14 +144,21 @@ def test_ctrl_c_saves_on_all_ranks_and_says_how_to_go_on(data: dict[str, Path], 
     assert len(losses(run)) == checkpoints.read_progress(checkpoints.find(run / "checkpoints"))[0].step
 
 
-def test_torchrun_without_shard_classes_is_refused(data: dict[str, Path], tmp_path: Path) -> None:
+def test_torchrun_without_shard_classes_is_refused(
+    data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Ranks, "__init__", second_of_two)
     arguments = [word for word in new_run(data, tmp_path / "run", "text", "") if word != "--shard-classes"]
-    done = run_ranks(2, *arguments)
-    assert done.returncode != 0
-    assert (
-        "rfsoftmax: shard_classes: expected --shard-classes with the 2 processes of torchrun, got none" in done.stderr
-    )
+    assert cli.main(arguments) == 1
+    said = "rfsoftmax: shard_classes: expected --shard-classes with the 2 processes of torchrun, got none\n"
+    assert capsys.readouterr().err == said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_has_a_row_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "__init__", second_of_two)
+    with pytest.raises(ValueError, match="batch_size: expected at least 2, one for each rank, got 1"):
+        make_task(resolve("text", given={"batch_size": 1}), Ranks())
 
 
 def test_methods_that_draw_nothing_cannot_be_sharded() -> None:
@@ -162,15 +170,15 @@ def test_methods_that_draw_nothing_cannot_be_sharded() -> None:
 def test_a_rank_has_its_part_of_the_counts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve("text", given={"method": method, "shard_classes": True, "dim": 4, "num_negatives": 2})
     counts = torch.arange(1, 11)
-    alone = make_output(resolve("text", given={"method": method, "dim": 4, "num_negatives": 2}), counts)
+    alone: Any = make_output(resolve("text", given={"method": method, "dim": 4, "num_negatives": 2}), counts)
     monkeypatch.setattr(Ranks, "__init__", second_of_two)
     head: Any = make_output(config, counts)
     ids = torch.arange(5)[None]
     found = head.sampler.log_prob(torch.ones(1, 4), ids)
-    whole = alone.sampler.log_prob(torch.ones(1, 4), torch.arange(10)[None])[:, 5:]  # type: ignore[union-attr, operator]
+    whole = alone.sampler.log_prob(torch.ones(1, 4), torch.arange(10)[None])[:, 5:]
     torch.testing.assert_close(found, whole.log_softmax(1))
     if method == "nce":
-        assert torch.equal(head.bias, alone.bias[5:])  # type: ignore[union-attr, index]
+        assert torch.equal(head.bias, alone.bias[5:])
 
 
 def second_of_two(ranks: Ranks, group: Any = None) -> None:
@@ -185,7 +193,7 @@ def test_rows_are_shared_evenly() -> None:
                 ranks = Ranks()
                 ranks.rank, ranks.num = rank, num
                 parts.append(list(range(rows))[own_rows(rows, ranks)])
-            assert sum(parts, []) == list(range(rows))
+            assert [row for part in parts for row in part] == list(range(rows))
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 

@@ -277,9 +277,8 @@ def _resume_command(run: Run) -> str:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     place = shlex.quote(str(run.directory))
     if ranks > 1:
-        return (
-            f"torchrun --nproc-per-node={ranks} -m rfsoftmax train {run.config.task} --run-directory {place} --resume"
-        )
+        launch = f"torchrun --nproc-per-node={ranks} -m rfsoftmax train"
+        return f"{launch} {run.config.task} --run-directory {place} --resume"
     return f"rfsoftmax train {run.config.task} --run {place} --resume"
 
 
