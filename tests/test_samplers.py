@@ -70,9 +70,14 @@ class TestLogUniform(SamplerContract):
     def exact_probs(
         self, sampler: rf.Sampler, weight: Tensor, hidden: Tensor, exclude: Tensor | None, shared: bool
     ) -> Tensor:
-        n = len(weight)
-        q = [(math.log(i + 2) - math.log(i + 1)) / math.log(n + 1) for i in range(n)]
+        first = sampler.first
+        q = [math.log(i + 2) - math.log(i + 1) for i in range(first, first + len(weight))]  # type: ignore[operator, arg-type]
         return without(torch.tensor(q).double().repeat(1 if shared else len(hidden), 1), exclude)
+
+
+class TestLogUniformOfARange(TestLogUniform):
+    def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.Sampler:
+        return rf.make_sampler("log_uniform", num_classes=num_classes, dim=DIM, first=17, **options)
 
 
 class TestUnigram(SamplerContract):
@@ -423,6 +428,11 @@ def test_unigram_refuses_bad_counts_by_name(counts: Tensor, options: Options, te
 def test_static_samplers_refuse_to_have_no_class(maker: Callable[[int], rf.Sampler]) -> None:
     with pytest.raises(ValueError, match=r"^num_classes: expected at least 1, got 0$"):
         maker(0)
+
+
+def test_log_uniform_refuses_a_first_class_below_0() -> None:
+    with pytest.raises(ValueError, match=r"^first: expected at least 0, got -1$"):
+        rf.LogUniformSampler(5, first=-1)
 
 
 def test_a_unigram_cast_to_float32_keeps_its_laws_where_the_excluded_class_has_nearly_all_the_mass() -> None:

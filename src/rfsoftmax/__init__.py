@@ -29,6 +29,8 @@ from .samplers import (
     UnigramSampler,
     make_sampler,
 )
+from .sharded import ShardedSoftmaxHead
+from .sharded_checkpoints import load_checkpoint, save_checkpoint
 
 __all__ = [
     "DEFAULT_TAU",
@@ -49,6 +51,7 @@ __all__ = [
     "RandomMaclaurin",
     "Sampler",
     "Samples",
+    "ShardedSoftmaxHead",
     "SoftmaxHead",
     "SparseAdam",
     "StructuredFourier",
@@ -57,7 +60,9 @@ __all__ = [
     "advise",
     "advise_head",
     "full_softmax_loss",
+    "load_checkpoint",
     "make_sampler",
     "nce_loss",
     "sampled_softmax_loss",
+    "save_checkpoint",
 ]

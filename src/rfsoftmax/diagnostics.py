@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from . import losses
+from .groups import restored
 from .head import SoftmaxHead
 from .samplers.base import check_ids
 from .targets import Target, as_labels
@@ -170,9 +171,7 @@ def diagnose(
             )
         )
     found = (torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Diagnosis))
-    if isinstance(order, slice):
-        return Diagnosis(*found)
-    return Diagnosis(*(torch.empty_like(values).index_copy(0, order, values) for values in found))
+    return Diagnosis(*(restored(values, order) for values in found))
 
 
 def diagnose_logits(
@@ -343,7 +342,7 @@ def _sampled_gradients(head: SoftmaxHead, queries: Tensor, labels: Tensor, gener
         each = losses.sampled_softmax_loss(*logits, losses.repeated(samples.log_q, sizes), reduction="none")
         loss = losses.reduce_labels(each, labels >= 0, head.labels)
         found = torch.autograd.grad(loss.sum(), rows)[0]
-    return found if isinstance(order, slice) else torch.empty_like(found).index_copy(0, order, found)
+    return restored(found, order)
 
 
 def _largest_coordinate(head: SoftmaxHead, max_elements: int) -> float:

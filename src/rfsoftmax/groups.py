@@ -26,5 +26,10 @@ def like_queries(queries: Tensor, num: int) -> tuple[Tensor, list[int]]:
     return nearest.argsort(stable=True), sizes[sizes > 0].tolist()
 
 
+def restored(x: Tensor, order: Tensor | slice) -> Tensor:
+    """The rows of x (B, ...), which are in this order, back in their places; a slice stands for that of all rows."""
+    return x if isinstance(order, slice) else torch.empty_like(x).index_copy(0, order, x)
+
+
 def _nearest(queries: Tensor, centres: Tensor) -> Tensor:
     return torch.addmm(-0.5 * centres.square().sum(1), queries, centres.T).argmax(1)

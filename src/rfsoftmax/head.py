@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from . import logit_kernels, losses
-from .groups import like_queries
+from .groups import like_queries, restored
 from .samplers import DEFAULT_TAU, InBatchSampler, Sampler, Samples, make_sampler
 from .samplers.anchor import AnchoredSampler
 from .samplers.base import check_ids, check_matrix
@@ -94,13 +94,7 @@ class SoftmaxHead(nn.Module):
         super().__init__()
         if dim < 1:
             raise ValueError(f"dim: expected at least 1, got {dim}")
-        if num_classes < 2:
-            raise ValueError(f"num_classes: expected at least 2, got {num_classes}")
-        if num_negatives is None:
-            num_negatives = min(100, num_classes - 1)
-        if not 1 <= num_negatives < num_classes:
-            need = f"1 to {num_classes - 1}, fewer than the classes (else use the full softmax)"
-            raise ValueError(f"num_negatives: expected {need}, got {num_negatives}")
+        num_negatives = checked_num_negatives(num_negatives, num_classes)
         if not 0 < tau < math.inf:
             raise ValueError(f"tau: expected a positive finite number, got {tau}")
         _check_negatives(negatives)
@@ -131,11 +125,7 @@ class SoftmaxHead(nn.Module):
         if sampler is None or isinstance(sampler, str):
             options: dict[str, Any] = {"name": sampler} if sampler else DEFAULT_SAMPLER
             sampler = make_sampler(**options, num_classes=num_classes, dim=dim, tau=tau, absolute=loss == "absolute")
-        if sampler.num_classes not in (0, num_classes):
-            raise ValueError(f"sampler: expected one for {num_classes} classes, got one for {sampler.num_classes}")
-        if isinstance(sampler, AnchoredSampler) and sampler.dim != dim:
-            raise ValueError(f"sampler: expected one of dim {dim}, got one of dim {sampler.dim}")
-        self.sampler = sampler
+        self.sampler = checked_sampler(sampler, num_classes, dim)
         # What the sampler has not seen yet: forwards whose rows may have moved since.
         self._visits: list[_Visit] = []
         self._forwards = 0  # since the last rebuild
@@ -231,10 +221,7 @@ class SoftmaxHead(nn.Module):
         """(N,) losses over sampled negatives, for labels (N, P) with at least one in each row."""
         self._freshen()
         order, sizes = self._sets(queries.detach())
-        if not isinstance(order, Tensor):
-            return self._loss_of_sets(queries, labels, sizes, generator)
-        loss = self._loss_of_sets(queries[order], labels[order], sizes, generator)
-        return torch.empty_like(loss).index_copy(0, order, loss)
+        return restored(self._loss_of_sets(queries[order], labels[order], sizes, generator), order)
 
     def _sets(self, queries: Tensor) -> tuple[Tensor | slice, list[int] | None]:
         """An order of queries (N, d), and how many in it share a set of negatives; None if each has its own."""
@@ -354,6 +341,27 @@ class SoftmaxHead(nn.Module):
             state_dict.update({name: value for name, value in own.items() if name != misfit})
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._stale = self._stale or misfit is None
+
+
+def checked_num_negatives(num_negatives: int | None, num_classes: int) -> int:
+    """num_negatives, or its default, if it is one for so many classes."""
+    if num_classes < 2:
+        raise ValueError(f"num_classes: expected at least 2, got {num_classes}")
+    if num_negatives is None:
+        return min(100, num_classes - 1)
+    if not 1 <= num_negatives < num_classes:
+        need = f"1 to {num_classes - 1}, fewer than the classes (else use the full softmax)"
+        raise ValueError(f"num_negatives: expected {need}, got {num_negatives}")
+    return num_negatives
+
+
+def checked_sampler(sampler: Sampler, num_classes: int, dim: int) -> Sampler:
+    """The sampler, if it is one for so many classes of this dim."""
+    if sampler.num_classes not in (0, num_classes):
+        raise ValueError(f"sampler: expected one for {num_classes} classes, got one for {sampler.num_classes}")
+    if isinstance(sampler, AnchoredSampler) and sampler.dim != dim:
+        raise ValueError(f"sampler: expected one of dim {dim}, got one of dim {sampler.dim}")
+    return sampler
 
 
 def _pick_one(labels: Tensor, generator: Generator | None) -> Tensor:

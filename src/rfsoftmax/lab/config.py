@@ -61,6 +61,9 @@ class Config:
         ("per_example", "groups", "shared"),
     )
     num_groups: int = _setting(16, _OUTPUT, "groups of like queries in a batch, with --negatives groups")
+    shard_classes: bool = _setting(
+        False, _OUTPUT, "split the classes over the processes of torchrun; docs/distributed.md"
+    )
     tau: float = _setting(1 / 0.3**2, _OUTPUT, "inverse temperature of the softmax over cosines")
     bias: bool = _setting(False, _OUTPUT, "learn a bias for each class")
     labels: str = _setting(
@@ -111,6 +114,8 @@ class Config:
             _fail("vocab", "at least 2, or 0 for all words", self.vocab)
         if self.method in UNSAMPLED and self.sampler_options:
             _fail("sampler_options", f"none with method {self.method!r}", self.sampler_options)
+        if self.method in UNSAMPLED and self.shard_classes:
+            _fail("method", "one that draws negatives with shard_classes", repr(self.method))
         if self.method == "nce" and self.task == "xc" and self.labels != "pick_one":
             _fail("labels", "pick_one with method 'nce'", self.labels)
         for name, value in self.sampler_options.items():
