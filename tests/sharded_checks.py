@@ -26,6 +26,8 @@ from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
 import rfsoftmax as rf
+from rfsoftmax.groups import restored
+from rfsoftmax.losses import repeated
 from sampler_contract import FALSE_ALARM, SIGMAS, p_value, seeded
 
 N, DIM, TAU = 43, 6, 3.0
@@ -113,20 +115,27 @@ def plain_logits(weight: Tensor, bias: Tensor | None, hidden: Tensor, kind: dict
     return logits.abs() if kind.get("loss") == "absolute" else logits
 
 
-def plain_loss(logits: Tensor, labels: Tensor, draws: rf.Samples) -> Tensor:
+def sets_of(head: Any, hidden: Tensor) -> Tensor:
+    """The row of the draws that holds the negatives of each row of hidden."""
+    order, sizes = head.shard._sets(F.normalize(hidden, dim=1) if head.shard.normalize else hidden)
+    rows = torch.arange(len(hidden))
+    return rows if sizes is None else restored(repeated(torch.arange(len(sizes)), sizes), order)
+
+
+def plain_loss(logits: Tensor, labels: Tensor, draws: rf.Samples, sets: Tensor) -> Tensor:
     """(N,) losses of the rows, by the library's pure functions on all draws; labels (N, P)."""
-    negatives = logits.gather(1, draws.ids.expand(len(logits), -1))
-    if len(draws.ids) == 1:
-        hit = (draws.ids.unsqueeze(1) == labels.unsqueeze(-1)).any(1)
-        negatives = negatives.masked_fill(hit, -torch.inf)
+    ids, log_q = draws.ids[sets], draws.log_q[sets]
+    hit = (ids.unsqueeze(1) == labels.unsqueeze(-1)).any(1)
+    negatives = logits.gather(1, ids).masked_fill(hit, -torch.inf)
     targets = logits.gather(1, labels.clamp(min=0))
-    each = rf.sampled_softmax_loss(targets, negatives, draws.log_q.expand_as(negatives), reduction="none")
+    each = rf.sampled_softmax_loss(targets, negatives, log_q, reduction="none")
     return each.where(labels >= 0, 0.0).sum(1)
 
 
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
     "shared": {"negatives": "shared", "sampler": "rff"},
+    "groups": {"negatives": 3, "sampler": "rff"},
     "bias, even": {"bias": True, "allocation": "even", "sampler": "moment"},
     "lengths, dense": {"normalize": False, "sparse": False, "sampler": "uniform"},
     "absolute": {"loss": "absolute", "sampler": "quadratic"},
@@ -146,7 +155,7 @@ def check_loss_and_gradients_are_those_of_one_process_with_the_same_draws(world:
             draws = all_draws(world, head, drawn[0])
             whole: list[Any] = [x.clone().requires_grad_() for x in (given.weight, given.bias, given.hidden)]
             logits = plain_logits(whole[0], whole[1] if is_bias else None, whole[2], kind)
-            expected = plain_loss(logits, given.labels, draws).mean()
+            expected = plain_loss(logits, given.labels, draws, sets_of(head, given.hidden)).mean()
             expected.backward()
             near(loss, expected, name)
             classes = slice(head.classes.start, head.classes.stop)
@@ -202,7 +211,7 @@ def check_an_encoder_in_ddp_has_the_gradient_of_one_process(world: World) -> Non
         (8 * head(parallel(given.hidden[own]), given.labels[own, 0])).backward()
     draws = all_draws(world, head, drawn[0])
     logits = plain_logits(given.weight, None, single(given.hidden), {})
-    (8 * plain_loss(logits, given.labels, draws).mean()).backward()
+    (8 * plain_loss(logits, given.labels, draws, sets_of(head, given.hidden)).mean()).backward()
     for found, expected in zip(encoder.parameters(), single.parameters(), strict=True):
         near(found.grad, expected.grad)
 
