@@ -41,7 +41,7 @@ class Config:
     cache: str = _setting("runs/cache", _DATA, "directory for what is read once and mapped later")
     dim: int = _setting(200, _MODEL, "dimension d of queries and class embeddings")
     layers: int = _setting(1, _MODEL, "LSTM layers", task="text")
-    dropout: float = _setting(0.2, _MODEL, "share of the inputs and outputs of the network dropped")
+    dropout: float = _setting(0.2, _MODEL, "share of the inputs of the network dropped")
     method: str = _setting("default", _OUTPUT, "sampler, full, adaptive or nce; see `samplers`", tuple(METHODS))
     sampler_options: dict[str, Any] = field(
         default_factory=dict,
