@@ -40,11 +40,9 @@ def _failed(error: object) -> int:
 
 
 def _train(given: argparse.Namespace) -> int:
-    from .models import make_model
-    from .outputs import check_method
     from .runs import Run
     from .tasks import make_task
-    from .train import DivergedError, StoppedError, Trainer
+    from .train import DivergedError, StoppedError, Trainer, new_trainer
 
     named = settings(given)
     directory = Path(given.run or f"runs/{given.task}-{named.get('method', 'default')}")
@@ -53,17 +51,13 @@ def _train(given: argparse.Namespace) -> int:
         if given.task != run.config.task:
             raise ValueError(f"run: expected one on {given.task}, got {directory}, which is on {run.config.task}")
         run.reconfigure({**({} if given.config is None else read(given.config)), **named})
-        task, model = make_task(run.config), None
+        trainer = Trainer(run, make_task(run.config))
     else:
-        config = resolve(given.task, given.config, named)
-        check_method(config)
-        Run.check_new(directory)
-        task = make_task(config)
-        model = make_model(config, task.classes)  # what is wrong with it is said before the run is there
-        run = Run.create(directory, config, task.classes)
-    print(f"{directory}: {len(task.classes.counts):,} classes, {task.num_batches():,} steps an epoch", flush=True)
+        trainer = new_trainer(directory, resolve(given.task, given.config, named))
+    num_classes = len(trainer.task.classes.counts)
+    print(f"{directory}: {num_classes:,} classes, {trainer.num_batches:,} steps an epoch", flush=True)
     try:
-        Trainer(run, task, model).fit()
+        trainer.fit()
     except StoppedError as error:
         print(error, file=sys.stderr)
         return 130

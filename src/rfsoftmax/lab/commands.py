@@ -150,6 +150,7 @@ def _other_head(trained: Trained, given: dict[str, Any]) -> SoftmaxHead:
         min(config.num_negatives, source.num_classes - 1),
         config.tau,
         bias=source.bias is not None,
+        normalize=source.normalize,
         loss="absolute" if method == "quadratic" else "softmax",
         labels=source.labels,
     )

@@ -40,7 +40,8 @@ _ABOUT_SETTINGS = """\
 Settings come from the defaults, in brackets below, then from --config, then from options. The run's directory gets
 config.toml (all settings), metrics.jsonl (a line each --log-every steps and for each evaluation), checkpoints/ (the
 last two and the best), plots/ and tensorboard/. Ctrl-C saves and stops; --resume goes on exactly where a run stopped,
-and may then change epochs, lr, clip, patience and how often something is evaluated, saved or logged."""
+and may then change epochs, lr, clip, patience, the path of the same data and how often something is evaluated, saved or
+logged."""
 
 
 @final

@@ -23,10 +23,14 @@ _MAX_ELEMENTS = 2**24
 class FullSoftmax(nn.Module):
     """`full_softmax_loss` over the class embeddings of a `SoftmaxHead`, in training too."""
 
-    def __init__(self, dim: int, num_classes: int, tau: float, *, bias: bool, labels: Any) -> None:
+    def __init__(
+        self, dim: int, num_classes: int, tau: float, *, bias: bool, labels: Any, normalize: bool = True
+    ) -> None:
         super().__init__()
         # Of the head only the exact half is used, in eval(): its sampler never draws.
-        self.exact = SoftmaxHead(dim, num_classes, "uniform", 1, tau, bias=bias, sparse=False, labels=labels)
+        self.exact = SoftmaxHead(
+            dim, num_classes, "uniform", 1, tau, bias=bias, normalize=normalize, sparse=False, labels=labels
+        )
 
     def forward(self, hidden: Tensor, target: Target) -> Tensor:
         loss: Tensor = self.exact.eval()(hidden, target)
@@ -91,7 +95,7 @@ def make_output(config: Config, counts: Tensor) -> Output:
     """The layer of `config.method` for classes that occur counts (n,) times in the training data."""
     n, labels = len(counts), config.labels
     if config.method == "full":
-        return FullSoftmax(config.dim, n, config.tau, bias=config.bias, labels=labels)
+        return FullSoftmax(config.dim, n, config.tau, bias=config.bias, labels=labels, normalize=config.normalize)
     if config.method == "adaptive":
         return AdaptiveSoftmax(config.dim, counts, labels=labels)
     loss = {"quadratic": "absolute", "nce": "nce"}.get(config.method, "softmax")
@@ -102,6 +106,7 @@ def make_output(config: Config, counts: Tensor) -> Output:
         config.num_negatives,
         config.tau,
         bias=config.bias or loss == "nce",
+        normalize=config.normalize,
         negatives=config.negatives,  # type: ignore[arg-type]
         sparse=n >= config.sparse_from,
         loss=loss,  # type: ignore[arg-type]
