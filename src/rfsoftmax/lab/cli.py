@@ -1,4 +1,5 @@
-"""The command line: `rfsoftmax train text`, `evaluate`, `predict`, `diagnose`, `advise`, `samplers`, `demo`."""
+"""The command line: `rfsoftmax train text`, `evaluate`, `predict`, `diagnose`, `advise`, `samplers`, `demo`,
+`reproduce`."""
 
 import argparse
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from .catalogue import table
 from .config import read, resolve
 from .options import demo_settings, make_parser, settings
+from .reproduce_options import chosen_items, data_directory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,6 +120,22 @@ def _demo(given: argparse.Namespace) -> int:
     return 0
 
 
+def _reproduce(given: argparse.Namespace) -> int:
+    from .places import Places
+    from .reproduce import Choice, adopt, listing, reproduce
+    from .results import Results
+
+    places = Places(data_directory(given), Path(given.runs), Path(given.cache), Results(given.results))
+    choice = Choice(chosen_items(given), given.scale, tuple(given.seeds), tuple(given.only), tuple(given.sets))
+    if given.adopt:
+        print(adopt(Path(given.adopt), choice, places))
+        return 0
+    if given.list:
+        print(listing(choice, places))
+        return 0
+    return reproduce(choice, places)
+
+
 def _samplers(given: argparse.Namespace) -> int:
     if given.method is None:
         print(table())
@@ -136,4 +154,5 @@ _COMMANDS = {
     "advise": _advise,
     "samplers": _samplers,
     "demo": _demo,
+    "reproduce": _reproduce,
 }

@@ -98,7 +98,7 @@ def make_output(config: Config, counts: Tensor) -> Output:
         return FullSoftmax(config.dim, n, config.tau, bias=config.bias, labels=labels, normalize=config.normalize)
     if config.method == "adaptive":
         return AdaptiveSoftmax(config.dim, counts, labels=labels)
-    loss = {"quadratic": "absolute", "nce": "nce"}.get(config.method, "softmax")
+    loss = "nce" if config.method == "nce" else "absolute" if is_absolute(config) else "softmax"
     head = SoftmaxHead(
         config.dim,
         n,
@@ -125,6 +125,11 @@ def check_method(config: Config) -> None:
         sampler_of(config, torch.ones(2, dtype=torch.int64))
 
 
+def is_absolute(config: Config) -> bool:
+    """Whether the absolute softmax is trained: with the quadratic kernel, which cannot tell h.c from -h.c."""
+    return config.method == "quadratic" or "quadratic" in config.sampler_options
+
+
 def sampler_of(config: Config, counts: Tensor) -> Sampler:
     """The sampler of `config.method` with its options."""
     if config.method in UNSAMPLED:
@@ -134,7 +139,7 @@ def sampler_of(config: Config, counts: Tensor) -> Sampler:
     if config.method == "default":
         options = {**DEFAULT_SAMPLER}
     options |= config.sampler_options
-    absolute = config.method == "quadratic"
+    absolute = is_absolute(config)
     try:
         return make_sampler(
             num_classes=len(counts), dim=config.dim, tau=config.tau, counts=counts, absolute=absolute, **options
