@@ -169,7 +169,9 @@ def test_names_depend_on_what_decides_the_result_and_on_nothing_else() -> None:
     config = DEFAULTS["text"]
     name = run_name("ptb", config)
     assert run_name("ptb", replace(config, data="elsewhere", cache="c", save_every=7, log_every=9)) == name
-    others = [replace(config, **change) for change in ({"seed": 1}, {"dim": 7}, {"eval_limit": 3}, {"normalize": False})]
+    others = [
+        replace(config, **change) for change in ({"seed": 1}, {"dim": 7}, {"eval_limit": 3}, {"normalize": False})
+    ]
     assert len({name, run_name("enwiki", config), *(run_name("ptb", other) for other in others)}) == 6
     assert re.fullmatch(r"ptb-default-0-[0-9a-f]{8}", name)
 
@@ -243,9 +245,7 @@ def test_data_must_be_named_and_its_directories_are_in_the_help(
     assert all(name in said for name in ("ptb/", "enwiki/", "tibkat-gnd/", "usps/", *ITEMS))
 
 
-def test_two_processes_do_not_do_the_same_work(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_do_not_do_the_same_work(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import fcntl
 
     name = next(run.name for run in plan("figure3", "tiny") if run.label == "Uniform")
@@ -256,3 +256,25 @@ def test_two_processes_do_not_do_the_same_work(
         assert "another process is at it" in capsys.readouterr().out
     assert not results(tmp_path)
     assert os.listdir(tmp_path / "runs") == [f"{name}.lock"]
+
+
+def test_theory_is_measured_on_checkpoints_and_asks_for_them(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce(data, tmp_path, "theory") == 1
+    assert capsys.readouterr().out.count("expected the finished run") == 4
+    assert reproduce(data, tmp_path, "figure3 table3 --only full --seeds 0") == 0
+    assert reproduce(data, tmp_path, "theory") == 0
+    found = results(tmp_path)
+    first = {(row["sampler"], row["num_negatives"]): row for row in found["theorem1-ptb-tiny"]["rows"]}
+    assert first["EXP", 4]["chi2"] < 1e-6
+    assert first["EXP", 4]["bound_always"] < 1e-6
+    assert first["Uniform", 4]["upper_corrected"] > first["Uniform", 4]["bound_always"] > 0
+    assert all(row["outside_always"] == 0 for row in first.values())
+    assert "theorem1-tibkat-gnd-tiny" in found
+    second = {(row["nu"], row["num_features"]): row for row in found["theorem2-ptb-tiny"]["rows"]}
+    tau = found["theorem2-ptb-tiny"]["tau"]
+    assert second[tau, None]["chi2"] < 1e-9
+    assert second[1.0, None]["chi2"] > second[4.0, None]["chi2"] > 0
+    assert second[1.0, 16]["error_median"] < second[1.0, 4]["error_median"]
+    assert {row["num_features"] for row in found["corollary1-ptb-tiny"]["rows"]} == {None, 4, 16}

@@ -39,7 +39,9 @@ class Config:
     vocab: int = _setting(
         50_000, _DATA, "number of words kept, the most frequent ones; 0 for all; the rest is <unk>", task="text"
     )
-    train_limit: int = _setting(0, _DATA, "words or points of the training data to learn from, the first ones; 0 for all")
+    train_limit: int = _setting(
+        0, _DATA, "words or points of the training data to learn from, the first ones; 0 for all"
+    )
     cache: str = _setting("runs/cache", _DATA, "directory for what is read once and mapped later")
     dim: int = _setting(200, _MODEL, "dimension d of queries and class embeddings")
     layers: int = _setting(1, _MODEL, "LSTM layers", task="text")
@@ -96,7 +98,17 @@ class Config:
         for name in ("dim", "layers", "num_negatives", "batch_size", "seq_len", "epochs", "log_every"):
             if getattr(self, name) < 1:
                 _fail(name, "at least 1", getattr(self, name))
-        for name in ("warmup", "clip", "patience", "eval_every", "eval_limit", "save_every", "sparse_from", "seed", "train_limit"):
+        for name in (
+            "warmup",
+            "clip",
+            "patience",
+            "eval_every",
+            "eval_limit",
+            "save_every",
+            "sparse_from",
+            "seed",
+            "train_limit",
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 _fail(name, "at least 0", getattr(self, name))
         for name in ("lr", "tau"):

@@ -1,4 +1,4 @@
-"""The paper's experiments that train: which runs each table and figure needs, and how they are smaller than the paper's.
+"""The paper's experiments that train: which runs each table and figure needs, and how they are smaller than there.
 
 A run is a `Config` for a data set by name; its paths are filled in when it starts. Two items that need the same run
 share it. `step_seconds` are of one core of this project's machine, for planning alone.
@@ -71,7 +71,14 @@ def _tiny(run: Planned) -> Planned:
     options = dict(run.config.sampler_options)
     if "num_features" in options:
         options["num_features"] //= 32
-    sizes = {"dim": 8, "num_negatives": 5, "batch_size": 6, "seq_len": 5, "train_limit": 0, "eval_every": 0}
+    sizes: dict[str, Any] = {
+        "dim": 8,
+        "num_negatives": 5,
+        "batch_size": 6,
+        "seq_len": 5,
+        "train_limit": 0,
+        "eval_every": 0,
+    }
     config = replace(run.config, **sizes, sampler_options=options, epochs=2)
     return replace(run, config=config, step_seconds=0.01)
 
@@ -152,7 +159,7 @@ def _xc(dataset: str, label: str, method: str, options: dict[str, Any] | None = 
 
 def _table3(dataset: str, small: bool) -> list[Planned]:
     """Equal iterations, three seeds: the paper's differences are a few hundredths."""
-    epochs = {"epochs": 5 if small else 20}
+    epochs: dict[str, Any] = {"epochs": 5 if small else 20}
     runs = [
         _xc(dataset, "EXP", "exact", **epochs),
         _xc(dataset, "Uniform", "uniform", **epochs),

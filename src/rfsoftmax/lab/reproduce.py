@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from .checkpoints import PROGRESS, read_progress, saved
 from .experiments import ENWIKI, PTB, TIBKAT, TRAINED, Planned, plan, with_seeds
@@ -107,7 +107,7 @@ def _carry_out(work: Work, places: Places) -> Path:
 def _trainer(planned: Planned, places: Places) -> Trainer:
     """Of the run in its directory if it has begun, else of a new one."""
     directory = places.runs / planned.name
-    elsewhere = {**places.of(planned.dataset), "cache": str(places.cache)}
+    elsewhere: dict[str, Any] = {**places.of(planned.dataset), "cache": str(places.cache)}
     if not (directory / CONFIG).exists():
         return new_trainer(directory, replace(planned.config, **elsewhere))
     run = Run(directory)

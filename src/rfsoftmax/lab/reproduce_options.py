@@ -48,7 +48,9 @@ def add_reproduce(commands: Any) -> None:
     parser = commands.add_parser("reproduce", help=about, description=_ABOUT, epilog=_EPILOG, formatter_class=kind)
     parser.add_argument("items", nargs="*", metavar="ITEM", help="any of the above", type=_item)
     parser.add_argument("--data", metavar="DIR", help=f"where the data sets lie [{DATA_VARIABLE} in the environment]")
-    parser.add_argument("--list", action="store_true", help="only say what there is, what is done and how long it takes")
+    parser.add_argument(
+        "--list", action="store_true", help="only say what there is, what is done and how long it takes"
+    )
     parser.add_argument("--adopt", metavar="RUN", help="move a run of `rfsoftmax train` to where the plan has it")
     about = "only runs with these labels, methods or names, as --list has them"
     parser.add_argument("--only", nargs="+", default=(), metavar="RUN", help=about)
@@ -57,7 +59,9 @@ def add_reproduce(commands: Any) -> None:
     _add_scale(parser)
     parser.add_argument("--results", default=RESULTS, metavar="DIR", help=f"for the JSON files [{RESULTS}]")
     parser.add_argument("--runs", default=RUNS, metavar="DIR", help=f"for checkpoints and metrics [{RUNS}]")
-    parser.add_argument("--cache", default=CACHE, metavar="DIR", help=f"for what is read once and mapped later [{CACHE}]")
+    parser.add_argument(
+        "--cache", default=CACHE, metavar="DIR", help=f"for what is read once and mapped later [{CACHE}]"
+    )
 
 
 def _sets() -> str:

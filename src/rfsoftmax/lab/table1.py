@@ -1,9 +1,9 @@
 """Table 1 of the paper: mean squared error of kernels that stand for exp(tau h.c), on pairs of USPS digits.
 
 The paper says neither tau nor the scale of the error nor what D counts. Here the error is that of the Gaussian kernel
-exp(tau (h.c - 1)) = exp(tau h.c) / e^tau, whose largest value is 1: on the scale of exp(tau h.c) all errors are e^(2 tau)
-times as large. D counts frequencies, as in the paper's map, of which each gives a cosine and a sine; for Maclaurin and
-positive features, columns; for the quadratic kernel d^2. All numbers are given for several tau.
+exp(tau (h.c - 1)) = exp(tau h.c) / e^tau, whose largest value is 1: on the scale of exp(tau h.c) all errors are
+e^(2 tau) times as large. D counts frequencies, as in the paper's map, of which each gives a cosine and a sine; for
+Maclaurin and positive features, columns; for the quadratic kernel d^2. All numbers are given for several tau.
 """
 
 import math

@@ -21,8 +21,8 @@ class ExactSampler(Sampler):
     chunks. So neither memory nor `torch.multinomial`'s limit of 2^24 bounds n. Shared draws follow the mean of the
     rows' softmax distributions.
 
-    With `quadratic` q_i is proportional to quadratic (h.c_i)^2 + 1 instead, whatever the bias: what `KernelSampler` draws
-    from by the map `Quadratic(alpha=quadratic)`, with other work: O(nd) a query, and no d^2 features to keep.
+    With `quadratic` q_i is proportional to quadratic (h.c_i)^2 + 1 instead, whatever the bias: what `KernelSampler`
+    draws from with the map `Quadratic(alpha=quadratic)`, but at O(nd) a query and without its d^2 features.
     """
 
     weight: Tensor
