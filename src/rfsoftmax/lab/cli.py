@@ -1,5 +1,5 @@
 """The command line: `rfsoftmax train text`, `evaluate`, `predict`, `diagnose`, `advise`, `samplers`, `demo`,
-`reproduce`."""
+`reproduce`, `report`."""
 
 import argparse
 import json
@@ -136,6 +136,16 @@ def _reproduce(given: argparse.Namespace) -> int:
     return reproduce(choice, places)
 
 
+def _report(given: argparse.Namespace) -> int:
+    from .book import Book
+    from .report import write_report
+    from .results import Results
+
+    paths = write_report(Book(Results(given.results), given.scale, tuple(given.sets)), Path(given.output))
+    print("\n".join(map(str, paths)))
+    return 0
+
+
 def _samplers(given: argparse.Namespace) -> int:
     if given.method is None:
         print(table())
@@ -155,4 +165,5 @@ _COMMANDS = {
     "samplers": _samplers,
     "demo": _demo,
     "reproduce": _reproduce,
+    "report": _report,
 }

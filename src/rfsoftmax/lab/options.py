@@ -8,7 +8,7 @@ from typing import Any, NoReturn, final
 from .catalogue import METHODS
 from .config import DEFAULTS, TASKS, Config, parse_option
 from .demo_config import DemoConfig
-from .reproduce_options import add_reproduce
+from .reproduce_options import add_report, add_reproduce
 
 _ABOUT = "Train models with many classes by sampled softmax, measure their samplers, and use the models."
 _EPILOG = """\
@@ -73,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_samplers(commands)
     _add_demo(commands)
     add_reproduce(commands)
+    add_report(commands)
     return parser
 
 

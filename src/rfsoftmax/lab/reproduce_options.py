@@ -8,7 +8,7 @@ from typing import Any
 from .experiments import SCALES, TIBKAT, XC_SETS
 
 ITEMS = ("table1", "table2", "figure1", "figure2", "figure3", "figure4", "table3", "normalization", "theory")
-RESULTS, RUNS, CACHE = "results/reproduce", "runs/reproduce", "runs/cache"
+RESULTS, RUNS, CACHE, REPORT = "results/reproduce", "runs/reproduce", "runs/cache", "results/report"
 DATA_VARIABLE = "RFSOFTMAX_DATA"
 _ABOUT = """\
 Run the paper's experiments, or those of them that are not done yet. Each finished run leaves a small JSON file and is
@@ -62,6 +62,16 @@ def add_reproduce(commands: Any) -> None:
     parser.add_argument(
         "--cache", default=CACHE, metavar="DIR", help=f"for what is read once and mapped later [{CACHE}]"
     )
+
+
+def add_report(commands: Any) -> None:
+    about = "a page of the paper's experiments, from the results that are there"
+    more = f"{about}: one HTML file that needs no network, and a PNG of each chart"
+    parser = commands.add_parser("report", help=about, description=more)
+    parser.add_argument("--results", default=RESULTS, metavar="DIR", help=f"the JSON files of reproduce [{RESULTS}]")
+    parser.add_argument("--output", default=REPORT, metavar="DIR", help=f"where to write [{REPORT}]")
+    parser.add_argument("--sets", nargs="+", default=(TIBKAT,), metavar="NAME", help=_sets(), type=_set)
+    _add_scale(parser)
 
 
 def _sets() -> str:

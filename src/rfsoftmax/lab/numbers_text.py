@@ -1,0 +1,10 @@
+"""How numbers are written for people."""
+
+import math
+
+
+def number(value: float) -> str:
+    """Three digits, or all of those before the point."""
+    if not math.isfinite(value) or value >= 1e6 or 0 < abs(value) < 1e-3:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
