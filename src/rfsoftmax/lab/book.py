@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 from .experiments import TIBKAT, plan, with_seeds
@@ -36,9 +36,15 @@ class Book:
     results: Results
     scale: str = "small"
     sets: tuple[str, ...] = (TIBKAT,)
+    _runs: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = field(default_factory=dict, compare=False)
 
     def runs(self, item: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
-        """The finished runs of an item, by data set and label, in the order of the plan."""
+        """The runs of an item, by data set and label, in the order of the plan: none where nothing is finished."""
+        if item not in self._runs:
+            self._runs[item] = self._read(item)
+        return self._runs[item]
+
+    def _read(self, item: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
         found: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for run in with_seeds(plan(item, self.scale, self.sets), list(_SEEDS)):
             result = self.results.training(run.dataset, run.config)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from .numbers_text import number
+from .numbers_text import number, score_text
 
 # Dark on white; the page has a second set for dark screens.
 COLOURS = ("#1a1a1a", "#0063a8", "#b34700", "#00734f", "#8b3a9c", "#6b6b6b", "#7a5c00", "#a3175b")
@@ -37,7 +37,7 @@ class Line:
     @property
     def end(self) -> str:
         """What stands at its end: the name and the last value."""
-        return f"{self.label}  {number(self.points[-1].y)}"
+        return f"{self.label}: {score_text(self.points[-1].y)}"
 
 
 @final

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 from .charts import Chart, Line, apart
-from .numbers_text import number
+from .numbers_text import number, score_text
 
 _WIDTH, _HEIGHT = 480, 330
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 142, 12, 40
@@ -16,17 +16,18 @@ Scale = Callable[[float], float]
 
 
 def svg(chart: Chart) -> str:
-    """The chart and its boxes; curves without a point that can be drawn are left out."""
+    """The chart and its boxes."""
     xs = [point.x for line in chart.lines for point in line.points]
     ys = [value for line in chart.lines for point in line.points for value in (point.low, point.high)]
     x = _scale(min(xs), max(xs), _LEFT, _WIDTH - _RIGHT, log=chart.log_x)
     y = _scale(min(ys), max(ys), _HEIGHT - _BOTTOM, _TOP, log=chart.log_y)
-    curves = "".join(_curve(chart, number_, line, x, y) for number_, line in enumerate(chart.lines))
+    heights = _heights(chart, y)
+    curves = "".join(_curve(chart, place, line, x, y, heights[place]) for place, line in enumerate(chart.lines))
     title = html.escape(chart.title)
     return (
         f'<figure class="chart"><figcaption>{title}</figcaption>\n'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title}">\n'
-        f"{_axes(chart, (min(xs), max(xs)), (min(ys), max(ys)), x, y)}{curves}{_labels(chart, y)}</svg>\n"
+        f"{_axes(chart, (min(xs), max(xs)), (min(ys), max(ys)), x, y)}{curves}</svg>\n"
         f"{_boxes(chart)}</figure>\n"
     )
 
@@ -49,7 +50,8 @@ def _axes(chart: Chart, xs: tuple[float, float], ys: tuple[float, float], x: Sca
         at = f"{y(value):.1f}"
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at}" y2="{at}"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{at}" text-anchor="end" dy="4">{number(value)}</text>')
-    for value in ticks(*xs, log=chart.log_x):
+    whole = all(point.x == int(point.x) for line in chart.lines for point in line.points)
+    for value in ticks(*xs, log=chart.log_x, whole=whole):
         at = f"{x(value):.1f}"
         parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{_TOP}" y2="{bottom}"/>')
         parts.append(f'<text class="tick" x="{at}" y="{bottom + 16}" text-anchor="middle">{number(value)}</text>')
@@ -58,50 +60,49 @@ def _axes(chart: Chart, xs: tuple[float, float], ys: tuple[float, float], x: Sca
     return "\n".join(parts)
 
 
-def ticks(low: float, high: float, *, log: bool) -> list[float]:
-    """Round values from low to high: 1, 2, 5 times powers of ten, no more than a handful."""
+def ticks(low: float, high: float, *, log: bool, whole: bool = False) -> list[float]:
+    """Round values from low to high: 1, 2, 5 times powers of ten, a handful of them; whole numbers if so said."""
     if low == high:
         return [low]
-    if log:
+    if log and high > 3 * low:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        found = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-        kept = [value for value in found if low <= value <= high]
+        kept = [value for power in powers for digit in (1, 2, 5) if low <= (value := digit * 10.0**power) <= high]
         if len(kept) > _TICKS + 2:
             kept = [value for value in kept if math.log10(value) % 1 in (0.0, 1.0)][:: max(1, len(powers) // _TICKS)]
-        return kept or [low, high]
+        return kept
     step = 10.0 ** math.floor(math.log10((high - low) / _TICKS))
+    if whole:
+        step = max(step, 1.0)
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (factor * step) <= _TICKS)
     return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _curve(chart: Chart, place: int, line: Line, x: Scale, y: Scale) -> str:
+def _curve(chart: Chart, place: int, line: Line, x: Scale, y: Scale, height: float) -> str:
+    """The curve, the range over its seeds, its name at the right and a thin line that leads there."""
     path = " ".join(f"{x(point.x):.1f},{y(point.y):.1f}" for point in line.points)
     there = [f"{x(point.x):.1f},{y(point.low):.1f}" for point in line.points]
     back = [f"{x(point.x):.1f},{y(point.high):.1f}" for point in reversed(line.points)]
     band = f'<polygon class="band" points="{" ".join(there + back)}"/>' if _has_range(line) else ""
     dots = "".join(
         f'<circle cx="{x(point.x):.1f}" cy="{y(point.y):.1f}" r="3"><title>{html.escape(line.label)}: '
-        f"{number(point.y)} at {number(point.x)}</title></circle>"
+        f"{score_text(point.y)} at {number(point.x)}</title></circle>"
         for point in line.points
     )
+    end, right = line.points[-1], _WIDTH - _RIGHT
+    leader = f'<polyline class="leader" points="{x(end.x):.1f},{y(end.y):.1f} {right + 6},{height:.1f}"/>'
+    name = f'<text class="name" x="{right + 8}" y="{height:.1f}" dy="4">{html.escape(line.end)}</text>'
     kind = f"c{line.colour}{' bold' if line.bold else ''}"
-    return f'<g class="curve {kind}" data-curve="{chart.name}-{place}">{band}<polyline points="{path}"/>{dots}</g>\n'
+    return (
+        f'<g class="curve {kind}" data-curve="{chart.name}-{place}">'
+        f'{band}{leader}<polyline class="line" points="{path}"/>{dots}{name}</g>\n'
+    )
 
 
-def _labels(chart: Chart, y: Scale) -> str:
-    """The names at the right, each at the height of its curve's end as far as the others leave room."""
-    ends = [-y(line.points[-1].y) for line in chart.lines]
-    heights = apart(ends, _GAP)
-    # What would leave the picture at the top moves all down.
-    over = max(0.0, max(heights) + _TOP)
-    texts = []
-    for place, (line, height) in enumerate(zip(chart.lines, heights, strict=True)):
-        kind = f"c{line.colour}{' bold' if line.bold else ''}"
-        at = f'x="{_WIDTH - _RIGHT + 8}" y="{over - height:.1f}" dy="4"'
-        texts.append(
-            f'<text class="name {kind}" data-curve="{chart.name}-{place}" {at}>{html.escape(line.end)}</text>\n'
-        )
-    return "".join(texts)
+def _heights(chart: Chart, y: Scale) -> list[float]:
+    """Where the names stand: at the ends of their curves, as far as the others and the picture leave room."""
+    above = apart([-y(line.points[-1].y) for line in chart.lines], _GAP)
+    over = max(0.0, max(above) + _TOP)
+    return [over - height for height in above]
 
 
 def _boxes(chart: Chart) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from .book import Book, Score
-from .numbers_text import number
+from .numbers_text import number, score_text
 
 HOLDS, WEAKER, FAILS, UNTESTED = "holds", "holds weaker", "does not hold here", "not tested"
 VERDICTS = (HOLDS, WEAKER, FAILS, UNTESTED)
@@ -56,8 +56,9 @@ def is_level(a: Score | None, b: Score | None, close: float, near: float, *, one
 def shown(score: Score) -> str:
     """The mean, and the range over the seeds if there are several."""
     if score.num_seeds < 2:
-        return number(score.mean)
-    return f"{number(score.mean)} ({number(score.low)} to {number(score.high)}, {score.num_seeds} seeds)"
+        return score_text(score.mean)
+    low, high = score_text(score.low), score_text(score.high)
+    return f"{score_text(score.mean)} ({low} to {high}, {score.num_seeds} seeds)"
 
 
 def everywhere(found: list[bool], text: str) -> Verdict:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from ..samplers import DEFAULT_TAU
 from .book import Book
 from .claims import FAILS, HOLDS, NOT_RUN, WEAKER, Claim, Verdict, everywhere, graded
 from .experiments import PTB, TIBKAT
@@ -26,13 +27,17 @@ def taus(book: Book) -> list[float]:
 
 
 def _of_table1(one: tuple[str, int], other: tuple[str, int], least: float) -> Callable[[Book], Verdict]:
-    """Whether the error of `one` times `least` is below the other's, at every tau."""
+    """Whether the error of `one` times `least` is below the other's: at the experiments' tau, or at another alone."""
 
     def judge(book: Book) -> Verdict:
         found = {tau: errors(book, tau) for tau in taus(book)}
         ratios = {tau: some[other] / some[one] for tau, some in found.items()}
-        text = ", ".join(f"tau {number(tau)}: {number(ratio)} times" for tau, ratio in ratios.items())
-        return everywhere([ratio >= least for ratio in ratios.values()], text)
+        if not ratios:
+            return NOT_RUN
+        own = min(ratios, key=lambda tau: abs(tau - DEFAULT_TAU))
+        rest = ", ".join(f"{number(ratio)} at {number(tau)}" for tau, ratio in ratios.items() if tau != own)
+        text = f"{number(ratios[own])} times at tau = {number(own)}; {rest}"
+        return graded(ratios[own] >= least, any(ratio >= least for ratio in ratios.values()), text)
 
     return judge
 
@@ -175,7 +180,7 @@ def _bias_vanishes(book: Book) -> Verdict:
     )
 
 
-_EVERY_TAU = "holds if so at every tau that was tried, weaker if at some"
+_AT_TAU = "holds if so at tau = 1/0.3², which the paper trains with, weaker if at another tau only"
 _RFF = "Random Fourier"
 
 MEASURED_CLAIMS = (
@@ -183,28 +188,28 @@ MEASURED_CLAIMS = (
         "table1",
         "At the same D = 256², random Fourier features have an error orders of magnitude below Quadratic.",
         "509 times",
-        f"{_EVERY_TAU}; orders of magnitude: 10 times or more",
+        f"{_AT_TAU}; orders of magnitude: 10 times or more",
         _of_table1((_RFF, _LARGEST), ("Quadratic", _LARGEST), 10),
     ),
     Claim(
         "table1",
         "100 random Fourier features are about as good as Quadratic with its 256².",
         "1.08 times better",
-        f"{_EVERY_TAU}; about as good: at most twice the error",
+        f"{_AT_TAU}; about as good: at most twice the error",
         _of_table1((_RFF, 100), ("Quadratic", _LARGEST), 0.5),
     ),
     Claim(
         "table1",
         "1,000 random Fourier features are better than Quadratic with its 256².",
         "10 times better",
-        _EVERY_TAU,
+        _AT_TAU,
         _of_table1((_RFF, 1000), ("Quadratic", _LARGEST), 1),
     ),
     Claim(
         "table1",
         "Random Maclaurin features are a poor choice: worse than Quadratic at D = 256².",
         "31 times worse",
-        _EVERY_TAU,
+        _AT_TAU,
         _of_table1(("Quadratic", _LARGEST), ("Random Maclaurin", _LARGEST), 1),
     ),
     Claim(

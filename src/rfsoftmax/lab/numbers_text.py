@@ -5,6 +5,11 @@ import math
 
 def number(value: float) -> str:
     """Three digits, or all of those before the point."""
-    if not math.isfinite(value) or value >= 1e6 or 0 < abs(value) < 1e-3:
+    if not math.isfinite(value) or abs(value) >= 1e6 or 0 < abs(value) < 1e-3:
         return f"{value:.3g}"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value + 0.0:.3g}"
+
+
+def score_text(value: float) -> str:
+    """Four digits, or all of those before the point, for what is compared closely."""
+    return f"{value:.4g}" if not 1000 <= abs(value) < 1e6 else f"{value:,.0f}"

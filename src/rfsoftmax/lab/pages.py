@@ -24,4 +24,5 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], kinds: Sequence[
     kinds = [""] * len(rows) if kinds is None else kinds
     lines = [f'<tr class="{kind}">{cells("td", row)}</tr>' for row, kind in zip(rows, kinds, strict=True)]
     body = "\n".join(lines)
-    return f'<div class="wide" tabindex="0"><table>\n<tr>{cells("th", header)}</tr>\n{body}\n</table></div>\n'
+    inside = f"<table>\n<tr>{cells('th', header)}</tr>\n{body}\n</table>"
+    return f'<div class="wide" tabindex="0" role="region" aria-label="table">{inside}</div>\n'

@@ -93,7 +93,8 @@ def _style() -> str:
 :root {{ {light}--ink: #222; --paper: #fff; --faint: #5a5a5a; --line: #d8d8d8; --shade: #f3f3f3; --link: #0063a8;
   --yes: #00603f; --weak: #6b5000; --no: #a01010; --none: #5a5a5a; }}
 @media (prefers-color-scheme: dark) {{ :root {{ {dark}--ink: #e8e8e8; --paper: #151719; --faint: #b0b0b0;
-  --line: #3a3d41; --shade: #23262a; --link: #7cc0f5; --yes: #4fd6a4; --weak: #e3c04f; --no: #ff8f8f; --none: #b0b0b0; }} }}
+  --line: #3a3d41; --shade: #23262a; --link: #7cc0f5; --yes: #4fd6a4; --weak: #e3c04f; --no: #ff8f8f;
+  --none: #b0b0b0; }} }}
 {classes}{_CSS}"""
 
 
@@ -118,10 +119,12 @@ svg { width: 100%; height: auto; display: block; }
 svg text { font: 13px system-ui, sans-serif; fill: var(--ink); }
 svg .tick, svg .axis { fill: var(--faint); }
 svg .name { fill: var(--colour); }
-svg .bold { font-weight: 700; }
+svg .bold .name { font-weight: 700; }
 svg .grid { stroke: var(--line); stroke-width: 1; }
-.curve polyline { fill: none; stroke: var(--colour); stroke-width: 2; }
-.curve.bold polyline { stroke-width: 3.2; }
+.curve polyline { fill: none; stroke: var(--colour); }
+.curve .line { stroke-width: 2; }
+.curve.bold .line { stroke-width: 3.2; }
+.curve .leader { stroke-width: 1; stroke-dasharray: 2 3; opacity: 0.6; }
 .curve circle { fill: var(--colour); }
 .curve .band { fill: var(--colour); opacity: 0.18; }
 .off { display: none; }
@@ -134,7 +137,7 @@ svg .grid { stroke: var(--line); stroke-width: 1; }
 .wide { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 0.3rem 0.6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { vertical-align: bottom; }
+th { vertical-align: bottom; white-space: normal; min-width: 4rem; max-width: 9rem; }
 th:first-child, td:first-child { text-align: left; }
 tr.ours { font-weight: 700; color: var(--c1); }
 .missing { color: var(--faint); font-style: italic; }

@@ -11,7 +11,7 @@ from .charts import Chart, ChartPoint, Line
 from .claims import shown
 from .claims_measured import errors, taus, times
 from .experiments import ENWIKI, PTB
-from .numbers_text import number
+from .numbers_text import number, score_text
 from .pages import table
 from .report_texts import ABOUT
 from .report_theory import theory
@@ -76,7 +76,7 @@ def _perplexities(book: Book, item: str, dataset: str) -> str:
         rows.append(
             (
                 label,
-                number(score.mean),
+                score_text(score.mean),
                 _range(score.low, score.high, score.num_seeds),
                 number(speed),
                 f"{100 * share:.0f}%",
@@ -87,7 +87,7 @@ def _perplexities(book: Book, item: str, dataset: str) -> str:
 
 
 def _range(low: float, high: float, num: int) -> str:
-    return "1" if num == 1 else f"{num}: {number(low)} to {number(high)}"
+    return "1" if num == 1 else f"{num}: {score_text(low)} to {score_text(high)}"
 
 
 def _by_epoch(book: Book, item: str, title: str) -> Section:
@@ -114,7 +114,7 @@ def _figure4(book: Book) -> Section:
 
 def _at(points: list[CurvePoint], seconds: float) -> str:
     before = [point for point in points if point.x <= seconds]
-    return number(before[-1].score.mean) if before else "nothing evaluated yet"
+    return score_text(before[-1].score.mean) if before else "nothing evaluated yet"
 
 
 def _table1(book: Book) -> Section:

@@ -19,6 +19,7 @@ from .places import Places
 from .results import deciding
 from .runs import CONFIG, Run
 from .tasks import make_task
+from .timing import commit
 from .train import DivergedError, StoppedError, Trainer, new_trainer
 from .training_results import training_result
 
@@ -68,6 +69,7 @@ def _names(work: Work) -> set[str]:
 
 def reproduce(choice: Choice, places: Places) -> int:
     """Do what is missing, one after another; 0 if all of it is there in the end, 130 if somebody asked to stop."""
+    commit()  # what runs is the source as it is now
     missing = 0
     for item, work in choice.works():
         print(f"{item}: {work.label} ({work.name}): ", end="", flush=True)

@@ -1,5 +1,6 @@
 """Timing side by side, and the circumstances that a number comes from."""
 
+import functools
 import platform
 import subprocess
 import time
@@ -31,8 +32,9 @@ def machine() -> str:
     return f"{platform.machine()} {torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}"
 
 
+@functools.cache
 def commit() -> str:
-    """The commit of this source, with -dirty if it was changed since; unknown without git."""
+    """The commit of this source when the process first asked, with -dirty if it was changed; unknown without git."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
