@@ -7,9 +7,9 @@ from collections.abc import Callable
 from .charts import Chart, Line, apart
 from .numbers_text import number, score_text
 
-_WIDTH, _HEIGHT = 480, 330
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 142, 12, 40
-_GAP = 16.0
+_WIDTH, _HEIGHT = 500, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 174, 12, 44
+_GAP = 17.0
 _TICKS = 5
 
 Scale = Callable[[float], float]

@@ -11,5 +11,7 @@ def number(value: float) -> str:
 
 
 def score_text(value: float) -> str:
-    """Four digits, or all of those before the point, for what is compared closely."""
-    return f"{value:.4g}" if not 1000 <= abs(value) < 1e6 else f"{value:,.0f}"
+    """One digit more, from 1 on: for what is compared closely."""
+    if abs(value) < 1 or not abs(value) < 1e6:
+        return number(value)
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -113,7 +113,7 @@ ul.claims li { border-left: 3px solid var(--line); padding: 0.2rem 0 0.2rem 0.8r
 .verdict { font-weight: 600; border: 1px solid; border-radius: 0.4rem; padding: 0 0.45rem; white-space: nowrap; }
 .yes { color: var(--yes); } .weak { color: var(--weak); } .no { color: var(--no); } .none { color: var(--none); }
 .charts { display: flex; flex-wrap: wrap; gap: 1rem; }
-.chart { margin: 0.5rem 0; flex: 1 1 26rem; max-width: 40rem; min-width: 0; }
+.chart { margin: 0.5rem 0; flex: 1 1 26rem; max-width: 36rem; min-width: 0; }
 figcaption { font-weight: 600; }
 svg { width: 100%; height: auto; display: block; }
 svg text { font: 13px system-ui, sans-serif; fill: var(--ink); }
@@ -141,7 +141,8 @@ th { vertical-align: bottom; white-space: normal; min-width: 4rem; max-width: 9r
 th:first-child, td:first-child { text-align: left; }
 tr.ours { font-weight: 700; color: var(--c1); }
 .missing { color: var(--faint); font-style: italic; }
-@media (max-width: 40rem) { body { font-size: 16px; } .chart { flex-basis: 100%; } svg text { font-size: 15px; } }
+@media (max-width: 40rem) { body { font-size: 16px; } .chart { flex-basis: 100%; }
+  svg text { font-size: 15px; letter-spacing: -0.02em; } }
 @media print { .boxes { display: none; } }
 """
 _SCRIPT = """
