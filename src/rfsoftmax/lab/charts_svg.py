@@ -64,12 +64,13 @@ def ticks(low: float, high: float, *, log: bool, whole: bool = False) -> list[fl
     """Round values from low to high: 1, 2, 5 times powers of ten, a handful of them; whole numbers if so said."""
     if low == high:
         return [low]
-    if log and high > 3 * low:
+    if log:
         powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         kept = [value for power in powers for digit in (1, 2, 5) if low <= (value := digit * 10.0**power) <= high]
         if len(kept) > _TICKS + 2:
             kept = [value for value in kept if math.log10(value) % 1 in (0.0, 1.0)][:: max(1, len(powers) // _TICKS)]
-        return kept
+        if len(kept) > 2:
+            return kept
     step = 10.0 ** math.floor(math.log10((high - low) / _TICKS))
     if whole:
         step = max(step, 1.0)
