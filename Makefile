@@ -17,8 +17,16 @@ lint: .venv/installed
 demo: .venv/installed
 	$(BIN)/rfsoftmax demo
 
+# Hours, and some 20 GB of memory at n = 10^7. How close the samplers come is measured on data: make bench DATA=directory.
 bench: .venv/installed
+	$(BIN)/python benchmarks/bench_start.py
 	$(BIN)/python benchmarks/bench_loss.py
+	$(BIN)/python benchmarks/bench_step.py
+	$(BIN)/python benchmarks/bench_step.py --profile
+	$(BIN)/python benchmarks/bench_memory.py
+	$(BIN)/python benchmarks/bench_update.py
+	$(BIN)/python benchmarks/bench_quality.py cost
+	$(if $(DATA),$(BIN)/python benchmarks/bench_quality.py quality --data $(DATA) --draws 200)
 
 # One environment serves every command; it is made again when what it installs changes.
 .venv/installed: pyproject.toml constraints.txt

@@ -4,6 +4,9 @@ Ours, with per-example and with shared negatives and SparseAdam, beside what one
 (streamed; by torch's own linear_cross_entropy; torch's adaptive softmax) and shared uniform or log-uniform negatives
 with a dense gradient, all with Adam. Every step has new queries and targets, whose frequencies follow Zipf's law. All
 works of a group take turns in one process; the baselines only up to `--largest-baseline`.
+
+With `--profile`, in place of all that: the milliseconds of ours in each part of a step, and the share of the step that
+the loss itself needs (gathers, logits, backward, optimizer), as against sampler and checks.
 """
 
 import argparse
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measure import interleaved, write_rows
+from parts import parts_of_steps
 from torch import Tensor, nn
 
 import rfsoftmax as rf
@@ -25,7 +29,18 @@ MODES: tuple[Any, ...] = ("per_example", "shared")
 CHECKED, CLOSE = 2000, 0.3
 NUM_BATCHES = 8
 
-Step = Callable[[Tensor, Tensor], Any]
+
+class Step:
+    """A training step: the gradient of a loss of (hidden, target), and what an optimizer makes of it."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self.loss = loss
+        self.optimizer = optimizer
+
+    def __call__(self, hidden: Tensor, target: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.loss(hidden.detach().requires_grad_(), target).backward()
+        self.optimizer.step()
 
 
 class Batches:
@@ -40,25 +55,25 @@ class Batches:
         return step(*next(self.all))
 
 
-def optimised(loss: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer) -> Step:
-    def step(hidden: Tensor, target: Tensor) -> None:
-        optimizer.zero_grad()
-        loss(hidden.detach().requires_grad_(), target).backward()
-        optimizer.step()
-
-    return step
-
-
 def class_weight(num_classes: int, dim: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(num_classes, dim, generator=torch.Generator().manual_seed(1)) / dim**0.5)
 
 
-def ours(num_classes: int, dim: int, m: int, mode: Any) -> Step:
+def our_head(num_classes: int, dim: int, m: int, mode: Any) -> rf.SoftmaxHead:
     torch.manual_seed(0)
     head = rf.SoftmaxHead(dim, num_classes, num_negatives=m, negatives=mode)
     head.rebuild()
+    return head
+
+
+def step_of(head: rf.SoftmaxHead) -> Step:
+    return Step(head, rf.SparseAdam(list(head.parameters()), lr=1e-3))
+
+
+def ours(num_classes: int, dim: int, m: int, mode: Any) -> Step:
+    head = our_head(num_classes, dim, m, mode)
     check(head, Batches(num_classes, dim, 64))
-    return optimised(head, torch.optim.SparseAdam(list(head.parameters()), lr=1e-3))
+    return step_of(head)
 
 
 def check(head: rf.SoftmaxHead, batches: Batches) -> None:
@@ -81,7 +96,7 @@ def full(num_classes: int, dim: int, m: int) -> Step:
     def loss(hidden: Tensor, target: Tensor) -> Tensor:
         return rf.full_softmax_loss(F.normalize(hidden, dim=1), weight, target, tau=TAU, normalize=True)
 
-    return optimised(loss, torch.optim.Adam([weight], lr=1e-3))
+    return Step(loss, torch.optim.Adam([weight], lr=1e-3))
 
 
 def torch_full(num_classes: int, dim: int, m: int) -> Step:
@@ -91,13 +106,13 @@ def torch_full(num_classes: int, dim: int, m: int) -> Step:
         of_torch: Callable[..., Tensor] = F.linear_cross_entropy
         return of_torch(TAU * F.normalize(hidden, dim=1), F.normalize(weight, dim=1), target)
 
-    return optimised(loss, torch.optim.Adam([weight], lr=1e-3))
+    return Step(loss, torch.optim.Adam([weight], lr=1e-3))
 
 
 def adaptive(num_classes: int, dim: int, m: int) -> Step:
     cutoffs = [num_classes // 10, num_classes // 2]
     layer = nn.AdaptiveLogSoftmaxWithLoss(dim, num_classes, cutoffs, div_value=2.0)
-    return optimised(lambda hidden, target: layer(hidden, target).loss, torch.optim.Adam(layer.parameters(), lr=1e-3))
+    return Step(lambda hidden, target: layer(hidden, target).loss, torch.optim.Adam(layer.parameters(), lr=1e-3))
 
 
 def recipe(num_classes: int, dim: int, m: int, sampler: str) -> Step:
@@ -112,7 +127,7 @@ def recipe(num_classes: int, dim: int, m: int, sampler: str) -> Step:
         of_negatives = of_negatives.masked_fill(target[:, None] == samples.ids, -torch.inf)
         return rf.sampled_softmax_loss(of_target, of_negatives, samples.log_q)
 
-    return optimised(loss, torch.optim.Adam([weight], lr=1e-3))
+    return Step(loss, torch.optim.Adam([weight], lr=1e-3))
 
 
 def baselines() -> dict[str, Callable[[int, int, int], Step]]:
@@ -159,6 +174,21 @@ def measure(dim: int, mode: Any, options: argparse.Namespace) -> list[dict[str, 
     return rows
 
 
+def profile(dim: int, mode: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for n in options.num_classes:
+        head = our_head(n, dim, options.negatives, mode)
+        step, batches = step_of(head), Batches(n, dim, options.batch)
+        for _ in range(options.profile_steps):
+            batches.run(step)
+        found = parts_of_steps(head, step, lambda: batches.run(step), options.profile_steps)  # noqa: B023
+        settings = {"dim": dim, "batch": options.batch, "negatives": options.negatives, "steps": options.profile_steps}
+        rows.append({"method": f"ours, {mode}", "num_classes": n, **settings, **found})
+        parts = ", ".join(f"{name.removesuffix('_ms')} {value:.2f}" for name, value in found.items() if "_ms" in name)
+        print(f"  n = {n:>10,}: {found['share_of_loss']:.0%} for the loss; ms: {parts}", flush=True)
+    return rows
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -189,14 +219,18 @@ def main() -> None:
     parser.add_argument("--negatives", type=int, default=128, help="m")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--repeats", type=int, default=9, help="interleaved repetitions; the median counts")
-    parser.add_argument("--output", type=Path, default=Path("results/bench_step.csv"))
+    parser.add_argument("--profile", action="store_true", help="tell where the time of a step of ours goes instead")
+    parser.add_argument("--profile-steps", type=int, default=30, help="as many again warm up; medians count")
+    parser.add_argument("--output", type=Path, help="by default results/bench_step.csv, or bench_step_profile.csv")
     options = parser.parse_args()
+    options.output = options.output or Path(f"results/bench_step{'_profile' if options.profile else ''}.csv")
     rows: list[dict[str, Any]] = []
     for dim, mode in itertools.product(options.dim, options.modes):
         print(f"d = {dim}, {mode} negatives", flush=True)
-        rows += measure(dim, mode, options)
+        rows += (profile if options.profile else measure)(dim, mode, options)
         write_rows(options.output, rows)
-    plot(rows, options.output.with_suffix(".png"))
+    if not options.profile:
+        plot(rows, options.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import losses
 from .diagnostics import diagnose_logits
 from .head import DEFAULT_SAMPLER, Negatives, SoftmaxHead
+from .optimizers import SparseAdam
 from .samplers import DEFAULT_TAU, KernelSampler, Sampler, make_sampler
 from .targets import Target, as_labels
 
@@ -218,7 +219,7 @@ def _sampled_step(
     ).to(head.weight.device)
     copy.weight.data.copy_(head.weight.detach()[:num_classes])
     # A high rate: every row moves by more than a sampler's tolerance, and the time is that of the most work.
-    optimizer = torch.optim.SparseAdam(list(copy.parameters()), lr=1e-2)
+    optimizer = SparseAdam(list(copy.parameters()), lr=1e-2)
     labels = torch.where(labels < 0, -1, labels % num_classes)
 
     def step() -> None:

@@ -86,27 +86,39 @@ class Tree(nn.Module):
         width: int,
     ) -> None:
         """Sums from all rows; `features` maps (k, d) rows and their bias (k,) to psi (k, W) and class weights (k,)."""
+        self.start(rows, offsets, width)
+        self.sum_leaves(bias, features)
+        self.sum_up()
+
+    def start(self, rows: Tensor, offsets: Tensor, width: int) -> None:
+        """Take in the rows and make room for their sums, in the memory of those before if they have the size."""
         n, b = rows.shape[0], self.block_size
         blocks = -(-n // b)
-        if self.sums.shape != (2 * blocks, width) or self.sums.device != rows.device:
-            self.sums = room((2 * blocks, width), offsets)
-            self.sums[0] = 0
+        self.sums = room((2 * blocks, width), offsets, self.sums)
+        self.sums[0] = 0
         self.rows, self.offsets = rows, offsets
         self.weights = torch.zeros(2 * blocks, dtype=torch.float64, device=rows.device)
         self.counts = torch.zeros(2 * blocks, dtype=torch.int64, device=rows.device)
         self.counts[blocks:] = b
         self.counts[-1] = n - (blocks - 1) * b
+
+    def sum_leaves(self, bias: Tensor, features: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        """Fill the leaves of sums and weights."""
+        blocks, b, width = self.num_blocks, self.block_size, self.sums.shape[1]
         step = max(1, CACHED_ELEMENTS // (width * b))
         for first in range(0, blocks, step):
             last = min(blocks, first + step)
-            psi, weight = features(rows[first * b : last * b], bias[first * b : last * b])
-            block = torch.arange(len(psi), device=rows.device) // b
+            psi, weight = features(self.rows[first * b : last * b], bias[first * b : last * b])
+            block = torch.arange(len(psi), device=psi.device) // b
             self.sums[blocks + first : blocks + last] = psi.new_zeros(last - first, width).index_add_(0, block, psi)
             self.weights[blocks + first : blocks + last].index_add_(0, block, weight.double())
+
+    def sum_up(self) -> None:
+        """Fill all nodes above the leaves."""
         for low, high in reversed(self.levels()):
-            high = min(high, blocks)
+            high = min(high, self.num_blocks)
             for state in (self.sums, self.weights, self.counts):
-                state[low:high] = state[2 * low : 2 * high : 2] + state[2 * low + 1 : 2 * high : 2]
+                torch.add(state[2 * low : 2 * high : 2], state[2 * low + 1 : 2 * high : 2], out=state[low:high])
 
     def levels(self) -> list[tuple[int, int]]:
         """The node ranges [low, high) of the levels that hold inner nodes, from the root down."""
@@ -117,16 +129,24 @@ class Tree(nn.Module):
         return torch.where(positions < 0, 0, self.num_blocks + positions // self.block_size)
 
 
-def room(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """An uninitialised tensor of the dtype and device of `like`.
+def room(shape: tuple[int, ...], like: Tensor, old: Tensor | None = None) -> Tensor:
+    """A tensor of the dtype and device of `like` to be written: `old`, if it is one of that shape, else a new one.
 
     On a CPU the memory is numpy's, which asks for huge pages: scattered rows then cost fewer walks of the page table.
     """
+    if old is not None and _takes(old, shape, like):
+        return old
     if like.device.type != "cpu":
         return like.new_empty(shape)
     if like.dtype == torch.bfloat16:
         return torch.from_numpy(np.empty(shape, dtype=np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(np.empty(shape, dtype=like.new_empty(0).numpy().dtype))
+
+
+def _takes(old: Tensor, shape: tuple[int, ...], like: Tensor) -> bool:
+    # What was made in inference mode cannot be written outside it.
+    writable = torch.is_inference_mode_enabled() or not old.is_inference()
+    return writable and (old.shape, old.dtype, old.device) == (shape, like.dtype, like.device)
 
 
 def shifts(tree: Tree, positions: Tensor, rows: Tensor) -> Tensor:

@@ -7,11 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .catalogue import table
-from .config import read, resolve
+from .config import Config, read, resolve
 from .options import demo_settings, make_parser, settings
 from .reproduce_options import chosen_items, data_directory
+
+if TYPE_CHECKING:
+    from ..ranks import Ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,30 +46,63 @@ def _failed(error: object) -> int:
 
 
 def _train(given: argparse.Namespace) -> int:
+    from .parallel import is_lost, join, leave
+
+    ranks = join()
+    try:
+        return _train_on(ranks, given)
+    except RuntimeError as error:
+        if ranks.num == 1 or not is_lost(error):
+            raise
+        return _failed(f"rank {ranks.rank} of {ranks.num}: expected all ranks to go on, got one that has gone: {error}")
+    finally:
+        leave()
+
+
+def _train_on(ranks: "Ranks", given: argparse.Namespace) -> int:
+    from .models import make_model
+    from .outputs import check_method
+    from .parallel import in_turn
     from .runs import Run
     from .tasks import make_task
-    from .train import DivergedError, StoppedError, Trainer, new_trainer
+    from .train import DivergedError, StoppedError, Trainer
 
     named = settings(given)
     directory = Path(given.run or f"runs/{given.task}-{named.get('method', 'default')}")
     if given.resume:
-        run = Run(directory)
+        run = Run(directory, mute=ranks.rank > 0)
         if given.task != run.config.task:
             raise ValueError(f"run: expected one on {given.task}, got {directory}, which is on {run.config.task}")
-        run.reconfigure({**({} if given.config is None else read(given.config)), **named})
-        trainer = Trainer(run, make_task(run.config))
+        _check_ranks(ranks, run.config)
+        in_turn(ranks, lambda: run.reconfigure({**({} if given.config is None else read(given.config)), **named}))
+        task, model = in_turn(ranks, lambda: make_task(run.config, ranks)), None
     else:
-        trainer = new_trainer(directory, resolve(given.task, given.config, named))
-    num_classes = len(trainer.task.classes.counts)
-    print(f"{directory}: {num_classes:,} classes, {trainer.num_batches:,} steps an epoch", flush=True)
+        config = resolve(given.task, given.config, named)
+        _check_ranks(ranks, config)
+        check_method(config)
+        in_turn(ranks, lambda: Run.check_new(directory))
+        task = in_turn(ranks, lambda: make_task(config, ranks))
+        model = make_model(config, task.classes)  # what is wrong with it is said before the run is there
+        ranks.wait()
+        make, open_made = lambda: Run.create(directory, config, task.classes), lambda: Run(directory, mute=True)
+        run = in_turn(ranks, make, open_made)
+    if ranks.rank == 0:
+        print(f"{directory}: {len(task.classes.counts):,} classes, {task.num_batches():,} steps an epoch", flush=True)
     try:
-        trainer.fit()
+        Trainer(run, task, model).fit()
     except StoppedError as error:
-        print(error, file=sys.stderr)
+        if ranks.rank == 0:
+            print(error, file=sys.stderr)
         return 130
     except DivergedError as error:
         return _failed(error)
     return 0
+
+
+def _check_ranks(ranks: "Ranks", config: Config) -> None:
+    if ranks.num > 1 and not config.shard_classes:
+        need = f"--shard-classes with the {ranks.num} processes of torchrun"
+        raise ValueError(f"shard_classes: expected {need}, got none")
 
 
 def _evaluate(given: argparse.Namespace) -> int:

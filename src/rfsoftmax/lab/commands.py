@@ -38,7 +38,7 @@ class Trained:
 def load(directory: str | Path, checkpoint: str = "best") -> Trained:
     run = Run(directory)
     classes = run.classes()
-    model = make_model(run.config, classes)
+    model = make_model(replace(run.config, shard_classes=False), classes)
     path = checkpoints.find(run.checkpoints, checkpoint)
     checkpoints.load_model(path, model)
     return Trained(run, run.config, classes, model.eval(), path)

@@ -59,7 +59,14 @@ class Config:
     )
     num_negatives: int = _setting(100, _OUTPUT, "negatives m of each query")
     negatives: str = _setting(
-        "per_example", _OUTPUT, "one set of negatives for each query, or for the whole batch", ("per_example", "shared")
+        "per_example",
+        _OUTPUT,
+        "one set of negatives for each query, for each of some groups of like queries, or for the whole batch",
+        ("per_example", "groups", "shared"),
+    )
+    num_groups: int = _setting(16, _OUTPUT, "groups of like queries in a batch, with --negatives groups")
+    shard_classes: bool = _setting(
+        False, _OUTPUT, "split the classes over the processes of torchrun; docs/distributed.md"
     )
     tau: float = _setting(1 / 0.3**2, _OUTPUT, "inverse temperature of the softmax over cosines")
     normalize: bool = _setting(True, _OUTPUT, "give queries and class embeddings unit length, as the paper does")
@@ -95,7 +102,7 @@ class Config:
             choices = setting.metadata["choices"]
             if choices and getattr(self, setting.name) not in choices:
                 _fail(setting.name, f"one of {', '.join(choices)}", getattr(self, setting.name))
-        for name in ("dim", "layers", "num_negatives", "batch_size", "seq_len", "epochs", "log_every"):
+        for name in ("dim", "layers", "num_negatives", "num_groups", "batch_size", "seq_len", "epochs", "log_every"):
             if getattr(self, name) < 1:
                 _fail(name, "at least 1", getattr(self, name))
         for name in (
@@ -122,6 +129,8 @@ class Config:
             _fail("vocab", "at least 2, or 0 for all words", self.vocab)
         if self.method in UNSAMPLED and self.sampler_options:
             _fail("sampler_options", f"none with method {self.method!r}", self.sampler_options)
+        if self.method in UNSAMPLED and self.shard_classes:
+            _fail("method", "one that draws negatives with shard_classes", repr(self.method))
         if self.method == "nce" and self.task == "xc" and self.labels != "pick_one":
             _fail("labels", "pick_one with method 'nce'", self.labels)
         for name, value in self.sampler_options.items():

@@ -96,7 +96,8 @@ def _add_train(tasks: Any, task: str) -> None:
     about = f"train {_ABOUT_TASK[task]}"
     more = f"{about}\n\n{_ABOUT_DATA[task]}\n\n{_ABOUT_SETTINGS}"
     parser = tasks.add_parser(task, help=about, description=more, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", metavar="DIR", help="the run's directory [runs/TASK-METHOD]")
+    about = "the run's directory [runs/TASK-METHOD]; torchrun lets only the longer name pass"
+    parser.add_argument("--run", "--run-directory", metavar="DIR", help=about)
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     about = (
         "settings in TOML, by the names of the options with _ for -, such as batch_size = 32, and those of the "

@@ -8,7 +8,7 @@ from ..samplers import _FEATURE_MAPS, _OTHERS, KernelSampler
 from .catalogue import METHODS, UNSAMPLED
 
 # Arguments that come from other settings, or that no text can stand for.
-_NOT_OPTIONS = ("num_classes", "dim", "tau", "counts", "absolute", "feature_map", "generator")
+_NOT_OPTIONS = ("num_classes", "dim", "tau", "counts", "absolute", "first", "feature_map", "generator")
 _MEANING = {
     "alpha": "the kernel is alpha (h.c)^2 + beta",
     "anchor": "weigh the classes by the mean query first: features carry only the difference to it",

@@ -26,7 +26,7 @@ def sampled_loss(sampler: Sampler, weight: Tensor, hidden: Tensor, target: Tenso
     """The sampled softmax loss of normalised hidden and weight."""
     samples = sampler.sample(hidden, NEGATIVES, exclude=target)
     ids = torch.cat([target[:, None], samples.ids], 1)
-    logits = DEFAULT_TAU * (F.embedding(ids, weight) * hidden[:, None]).sum(-1)
+    logits = F.embedding(ids, weight).mul_(hidden[:, None]).sum(-1).mul_(DEFAULT_TAU)
     return sampled_softmax_loss(logits[:, 0], logits[:, 1:], samples.log_q)
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tree import CHUNK_ELEMENTS, room
+from ..tree import room
 from .base import Sampler, check_dim
+from .rows import ClassRows, index_dtype, slices
 
 # Queries kept in `recent`, and how many of them a batch replaces.
 RECENT, RECENT_PER_BATCH = 64, 8
@@ -31,8 +32,9 @@ class AnchoredSampler(Sampler):
     batches_seen: Tensor  # () int64
     recent: Tensor  # (RECENT, d): some queries of the last batches, if the sampler has a use for them
     bias: Tensor  # (n,): b_i, in the order of positions
-    order: Tensor  # (n,) int64: the class at each position
-    position: Tensor  # (n + 1,) int64: the position of each class; the last sends -1, no class, to -1, no position
+    # Half of the bytes of int64 below 2^31 classes: `_positions` and `_classes` look up in int64.
+    order: Tensor  # (n,) int32: the class at each position
+    position: Tensor  # (n + 1,) int32: the position of each class; the last sends -1, no class, to -1, no position
 
     def __init__(
         self,
@@ -54,28 +56,54 @@ class AnchoredSampler(Sampler):
         self.register_buffer("batches_seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("recent", torch.zeros(RECENT if keeps_recent else 0, dim), persistent=keeps_recent)
         self.register_buffer("bias", torch.empty(0), persistent=False)
-        self.register_buffer("order", torch.empty(0, dtype=torch.int64))
-        self.register_buffer("position", torch.empty(0, dtype=torch.int64), persistent=False)
+        self.register_buffer("order", torch.empty(0, dtype=torch.int32))
+        self.register_buffer("position", torch.empty(0, dtype=torch.int32), persistent=False)
 
-    def _arrange(self, weight: Tensor, bias: Tensor) -> Tensor:
-        """A copy of the rows of weight (n, d) in the order of positions, after moving anchor and order if they may."""
+    def _arrange(self, weight: ClassRows, bias: Tensor, rows: Tensor) -> Tensor:
+        """The rows of weight (n, d) in the order of positions, after moving anchor and order if they may.
+
+        `rows` are those of the last rebuild: their memory is taken over, as is that of the biases.
+        """
         check_dim("weight", weight, self.dim)
-        rows, bias = weight.to(self.anchor), bias.to(self.anchor)
-        ids = torch.arange(len(rows), device=rows.device)
-        if not self.keep_order or len(self.order) != len(rows):
-            self.order = ids
-            if self.anchored:
-                self.anchor.copy_(self.query_mean)
-                self.order = self._log_weight(rows, bias).argsort(descending=True, stable=True)
+        n, bias = len(weight), bias.to(self.anchor)
+        self.num_classes = 0  # a rebuild that is broken off leaves nothing to draw from
+        if not self.keep_order or len(self.order) != n:
+            # The memory of the old ones is for the sort.
+            self.order, self.position = self.order.new_empty(0), self.position.new_empty(0)
+            self.order = self._by_weight(weight, bias) if self.anchored else torch.arange(n, device=bias.device)
+            self.order = self.order.to(index_dtype(n))
         self.keep_order = False
-        self.position = self.order.new_full((len(rows) + 1,), -1)
-        self.position[self.order] = ids
-        self.bias = bias[self.order]
-        arranged = room(rows.shape, rows.new_empty(0, dtype=torch.bfloat16) if self.half_rows else rows)
-        step = max(1, CHUNK_ELEMENTS // self.dim)
-        for start in range(0, len(rows), step):
-            arranged[start : start + step] = rows[self.order[start : start + step]]
+        arranged = room((n, self.dim), self.anchor.to(torch.bfloat16) if self.half_rows else self.anchor, rows)
+        self.position = room((n + 1,), self.order, self.position)
+        self.position[-1] = -1
+        self.bias = room((n,), self.anchor, self.bias)
+        for part in slices(n, self.dim):
+            ids = self.order[part].long()
+            arranged[part], self.bias[part] = weight[ids], bias.index_select(0, ids)
+            places = torch.arange(part.start, part.stop, dtype=self.order.dtype, device=ids.device)
+            self.position.scatter_(0, ids, places)
         return arranged
+
+    def _by_weight(self, weight: ClassRows, bias: Tensor) -> Tensor:
+        """The classes, heaviest first and equals by their number, as the moved anchor weighs them."""
+        self.anchor.copy_(self.query_mean)
+        n, compact = len(weight), self.anchor.dtype == torch.float32 and self.anchor.device.type == "cpu"
+        if not compact or n >= 2**31:
+            log_weight = [self._log_weight(rows, bias[part]) for part, rows in weight.chunks()]
+            return torch.cat(log_weight).argsort(descending=True, stable=True)
+        # One number for weight and class, sorted in place: a third of the memory of argsort, and faster.
+        keys = torch.arange(n)
+        for part, rows in weight.chunks():
+            keys[part] += falling_keys(self._log_weight(rows, bias[part])) << 32
+        keys.numpy().sort()
+        return keys.to(torch.int32)  # its lower half
+
+    def _positions(self, ids: Tensor) -> Tensor:
+        """The position of each of ids, -1 for -1, in their shape."""
+        return self.position[ids].long()
+
+    def _classes(self, positions: Tensor) -> Tensor:
+        return self.order[positions].long()
 
     def _log_weight(self, rows: Tensor, bias: Tensor) -> Tensor:
         """log a_i (k,) of rows (k, d) with bias (k,)."""
@@ -85,6 +113,7 @@ class AnchoredSampler(Sampler):
         """In training, move the mean of queries: that of all at first, of about the last hundred batches later."""
         if not self.training or not (self.anchored or len(self.recent)):
             return
+        check_dim("hidden", hidden, self.dim)
         seen, hidden = int(self.batches_seen), hidden.to(self.query_mean)
         if len(self.recent):
             first = seen * RECENT_PER_BATCH % RECENT
@@ -98,7 +127,14 @@ class AnchoredSampler(Sampler):
         """Take the saved order at its own length. Sums are not saved: the next rebuild keeps order and anchor."""
         saved = state_dict.get(prefix + "order")
         if saved is not None:
-            self.order = torch.empty_like(saved, device=self.order.device)
+            self.order = torch.empty(len(saved), dtype=index_dtype(len(saved)), device=self.order.device)
             self.keep_order = True
             self.num_classes = 0
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def falling_keys(x: Tensor) -> Tensor:
+    """int64 keys (k,), in 32 bits, that fall as x (k,), float32, rises; equal for equals, also for 0.0 and -0.0."""
+    bits = (0.0 - x).view(torch.int32)
+    # The bits of a float rise with it from 0 up, and fall below.
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()

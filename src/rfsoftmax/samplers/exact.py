@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .base import DEFAULT_TAU, Sampler, check_dim
+from .rows import ClassRows
 
 # Logits held at once, over all rows of the batch.
 _CHUNK_ELEMENTS = 1 << 24
@@ -45,11 +46,14 @@ class ExactSampler(Sampler):
         self.register_buffer("weight", torch.empty(0), persistent=False)
         self.register_buffer("bias", torch.empty(0), persistent=False)
 
-    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
+    def _rebuild(self, weight: ClassRows, bias: Tensor) -> None:
         if self.num_classes:
             check_dim("weight", weight, self.weight.shape[1])
         self.num_classes = len(weight)
-        self.weight = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        some = weight[:1]
+        self.weight = some.new_empty(weight.shape, dtype=torch.promote_types(some.dtype, torch.float32))
+        for part, rows in weight.chunks():
+            self.weight[part] = rows
         self.bias = bias.detach().to(self.weight.dtype, copy=True)
 
     def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:

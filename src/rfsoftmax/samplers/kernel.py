@@ -7,11 +7,12 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from .. import fourier_kernels, kernels, tree
+from .. import fourier_kernels, kernels, rebuild_kernels, tree
 from ..calibration import Calibration, Probe, calibrate, probed_blocks
 from ..features import FeatureMap, GaussianMap, OrthogonalFourier, Quadratic, RandomFourier
 from .anchor import RECENT_PER_BATCH, AnchoredSampler
 from .base import DEFAULT_TAU, check_dim
+from .rows import ClassRows, slices
 
 Leaf = Literal["exact", "kernel"]
 Backend = Literal["auto", "torch", "numba"]
@@ -86,17 +87,26 @@ class KernelSampler(AnchoredSampler):
         self.backend = backend
         self.tree = tree.Tree(block_size, self._leaf_rule())
         self.log_shift = 0.0
+        self._plan: fourier_kernels.Plan | None = None
 
-    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
+    def _rebuild(self, weight: ClassRows, bias: Tensor) -> None:
+        self._plan = None
         moves = not self.keep_order
-        rows = self._arrange(weight, bias)
+        rows = self._arrange(weight, bias, self.tree.rows)
         if moves and len(self.recent) and self.batches_seen:
             self._calibrate(rows)
+        parts = slices(*rows.shape)
         # The largest psi has factor 1: large weights and long vectors overflow nothing.
-        log_scale = self.feature_map.log_scale(rows)
-        self.log_shift = float((self._log_kernel_weight(rows, self.bias, log_scale) - log_scale).max())
-        offsets = self._offsets(rows, self.bias)
-        self.tree.build(rows, self.bias, offsets, self._class_features, self.feature_map.width)
+        self.log_shift = max(float(self._log_factor(rows[part], self.bias[part]).max()) for part in parts)
+        # One tensor where the two are one: both are set at the same places in an update.
+        separate = self.leaf == "kernel" and not self.anchored
+        offsets = torch.cat([self._offsets(rows[p], self.bias[p]) for p in parts]) if separate else self.bias
+        self.tree.start(rows, offsets, self.feature_map.width)
+        if self._is_fourier():
+            rebuild_kernels.sum_leaves(self.tree, self._fourier())
+        else:
+            self.tree.sum_leaves(self.bias, self._class_features)
+        self.tree.sum_up()
         self.num_classes = len(rows)
 
     def _calibrate(self, rows: Tensor) -> None:
@@ -124,7 +134,7 @@ class KernelSampler(AnchoredSampler):
 
     def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         check_dim("rows", rows, self.feature_map.dim)
-        positions, order = self.position[ids].sort()
+        positions, order = self._positions(ids).sort()
         rows, bias = rows.to(self.tree.rows)[order], bias.to(self.bias)[order]
         moved = self._moved(positions, rows, bias)
         positions, rows, bias, walk = positions[moved], rows[moved], bias[moved], self._walk()
@@ -141,6 +151,13 @@ class KernelSampler(AnchoredSampler):
         """Which of the rows (k,) would have their logit for some unit query moved by more than the tolerance."""
         shifts = self._walk().shifts(self.tree, positions, rows)
         return self.tau * shifts + (bias - self.bias[positions]).abs() > self.tolerance
+
+    def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> Tensor:
+        if self._walk() is not kernels or weight.device.type != "cpu" or weight.dtype != self.bias.dtype:
+            return ids
+        limits = kernels.Limits(self.tau, self.tolerance, normalize)
+        biases = None if bias is None else (bias, self.bias)
+        return kernels.stale(self.tree, ids, self.position, weight, biases, limits)
 
     def _replace(self, positions: Tensor, rows: Tensor, bias: Tensor) -> None:
         """Take in new rows and biases, also in the leaves' sums."""
@@ -159,17 +176,15 @@ class KernelSampler(AnchoredSampler):
         check_dim("hidden", hidden, self.feature_map.dim)
         if shared or not self._is_fourier():
             positions, log_q = self._walk().draw(self.tree, self._query(hidden, exclude, shared), uniforms)
-            ids = self.order[positions]
+            ids = self._classes(positions)
         else:
-            queries, places = hidden.to(self.bias), (self.position, self.order)
-            ids, log_q = fourier_kernels.draw(self.tree, queries, exclude, self._fourier(), *places, uniforms)
-        self._observe(hidden)
+            ids, log_q = fourier_kernels.draw(self._planned(), hidden.to(self.bias), exclude, uniforms)
         return ids, log_q
 
     def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:
         check_dim("hidden", hidden, self.feature_map.dim)
         query = self._query(hidden, exclude, shared)
-        positions = self.position[ids]
+        positions = self._positions(ids)
         if 2 * ids.shape[1] * self.tree.depth < 2 * self.tree.num_blocks:
             return self._walk().log_prob(self.tree, query, positions)[1]
         step = max(1, tree.CHUNK_ELEMENTS // 4 // max(self.num_classes, 2 * self.tree.num_blocks))
@@ -199,6 +214,11 @@ class KernelSampler(AnchoredSampler):
         log_factor = (log_weight - log_scale).clamp_(max=kernels.MAX_LOG_FACTOR)
         return phi * log_factor.exp().unsqueeze(-1), log_weight.double().exp()
 
+    def _log_factor(self, rows: Tensor, bias: Tensor) -> Tensor:
+        """The log of what makes psi of phi, before any shift, (k,)."""
+        log_scale = self.feature_map.log_scale(rows)
+        return self._log_kernel_weight(rows, bias, log_scale) - log_scale
+
     def _log_kernel_weight(self, rows: Tensor, bias: Tensor, log_scale: Tensor) -> Tensor:
         """The log of what a class counts for at a right angle to the query, (k,)."""
         return self._log_weight(rows, bias) if self.anchored else bias + log_scale
@@ -206,7 +226,7 @@ class KernelSampler(AnchoredSampler):
     def _offsets(self, rows: Tensor, bias: Tensor) -> Tensor:
         """What the leaf rule adds to a class's logit (k,): its bias, and the scale that its own kernel gives it."""
         if self.leaf == "exact" or self.anchored:
-            return bias.clone()
+            return bias
         return bias + self.feature_map.log_scale(rows)
 
     def _leaf_query(self, hidden: Tensor, centred: Tensor) -> Tensor:
@@ -218,9 +238,11 @@ class KernelSampler(AnchoredSampler):
         return self.tau * (hidden - centred) + nu * centred
 
     def _query(self, hidden: Tensor, exclude: Tensor, shared: bool) -> tree.Query:
-        if self._is_fourier() and not shared:
-            return fourier_kernels.query(self.tree, hidden.to(self.bias), self.position[exclude], self._fourier())
-        hidden, positions, batch = hidden.to(self.bias), self.position[exclude], len(hidden)
+        if self._is_fourier():
+            positions = self._positions(exclude.expand(len(hidden), -1))
+            query = fourier_kernels.query(self.tree, hidden.to(self.bias), positions, self._fourier())
+            return self._mixture(query) if shared else query
+        hidden, positions, batch = hidden.to(self.bias), self._positions(exclude), len(hidden)
         centred = hidden - self.anchor
         # One pass of the feature map serves the queries and the rows of what they exclude.
         rows, bias = self.tree.rows[positions.flatten()].to(hidden), self.bias[positions.flatten()]
@@ -234,7 +256,13 @@ class KernelSampler(AnchoredSampler):
         return self._mixture(query) if shared else query
 
     def _is_fourier(self) -> bool:
-        return isinstance(self.feature_map, RandomFourier | OrthogonalFourier) and self._walk() is kernels
+        return isinstance(self.feature_map, (RandomFourier, OrthogonalFourier)) and self._walk() is kernels
+
+    def _planned(self) -> fourier_kernels.Plan:
+        """The plan of the tree as it is, if `_is_fourier`."""
+        if self._plan is None or self._plan.address != self.tree.sums.data_ptr():
+            self._plan = fourier_kernels.Plan(self.tree, self._fourier(), self.position, self.order)
+        return self._plan
 
     def _fourier(self) -> fourier_kernels.Fourier:
         """What `fourier_kernels` take, if `_is_fourier`."""

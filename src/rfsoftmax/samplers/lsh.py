@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .base import Sampler
 from .midx import CellLists, invert_cdf
+from .rows import ClassRows
 
 # Numbers held at once while classes are looked up in all tables.
 _CHUNK_ELEMENTS = 1 << 22
@@ -55,10 +56,11 @@ class LSHSampler(Sampler):
         self.lists = CellLists()
         self.register_buffer("directions", torch.randn(num_tables, num_bits, dim, generator=generator))
 
-    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
+    def _rebuild(self, weight: ClassRows, bias: Tensor) -> None:
         self._check_dim("weight", weight)
         num_tables, num_bits, _ = self.directions.shape
-        self.lists.build(self._buckets(weight), (num_tables << num_bits) + 1)
+        buckets = torch.cat([self._buckets(rows) for _, rows in weight.chunks()])
+        self.lists.build(buckets, (num_tables << num_bits) + 1)
         self.num_classes = len(weight)
 
     def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
@@ -118,7 +120,7 @@ class LSHSampler(Sampler):
             parts.append(torch.nn.functional.pad(codes, (0, 1)) + first)
         return torch.cat(parts)
 
-    def _check_dim(self, name: str, matrix: Tensor) -> None:
+    def _check_dim(self, name: str, matrix: Tensor | ClassRows) -> None:
         dim = self.directions.shape[2]
         if matrix.shape[1] != dim:
             raise ValueError(f"{name}: expected shape (rows, {dim}), got {tuple(matrix.shape)}")

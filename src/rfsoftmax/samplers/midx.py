@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..tree import MAX_UNIFORM
 from .base import DEFAULT_TAU, Sampler
+from .rows import ClassRows
 from .static import _is_excluded
 
 Quantisation = Literal["residual", "product"]
@@ -74,14 +75,14 @@ class MIDXSampler(Sampler):
         self._loaded = False
         self.register_buffer("codebooks", torch.empty(0))
 
-    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
+    def _rebuild(self, weight: ClassRows, bias: Tensor) -> None:
         self._check_dim("weight", weight)
-        rows = weight.to(self.codebooks)
         if not (self.keep_codebooks or self._loaded) or not self.codebooks.numel():
-            self.codebooks = self._learn(rows)
+            self.codebooks = self._learn(weight)
         self._loaded = False
-        self.lists.build(self._assign(rows).unsqueeze(1), self.codebooks.shape[1] ** 2)
-        self.num_classes = len(rows)
+        cells = torch.cat([self._assign(rows.to(self.codebooks)) for _, rows in weight.chunks()])
+        self.lists.build(cells.unsqueeze(1), self.codebooks.shape[1] ** 2)
+        self.num_classes = len(weight)
 
     def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         self._check_dim("rows", rows)
@@ -152,13 +153,13 @@ class MIDXSampler(Sampler):
             counts.scatter_add_(2, (cells % num_words).expand_as(here), -here.double())
         return counts.mul_(masses.second.unsqueeze(1))
 
-    def _learn(self, rows: Tensor) -> Tensor:
+    def _learn(self, weight: ClassRows) -> Tensor:
         """Two codebooks (2, K, d), with K the number of classes where that is less."""
-        generator = torch.Generator(rows.device).manual_seed(self._seed)
-        num_words = min(self.num_codewords, len(rows))
-        some = torch.randperm(len(rows), generator=generator, device=rows.device)[: _CLASSES_PER_WORD * num_words]
-        rest, codebooks = rows[some], []
-        for part in self._parts(rows.shape[1]):
+        generator = torch.Generator(weight.device).manual_seed(self._seed)
+        num_words = min(self.num_codewords, len(weight))
+        some = torch.randperm(len(weight), generator=generator, device=weight.device)[: _CLASSES_PER_WORD * num_words]
+        rest, codebooks = weight[some].to(self.codebooks), []
+        for part in self._parts(weight.shape[1]):
             seen = rest * part.to(rest)
             codebooks.append(k_means(seen, num_words, self.iterations, generator))
             rest = rest - codebooks[-1][_nearest(seen, codebooks[-1])]
@@ -179,7 +180,7 @@ class MIDXSampler(Sampler):
         first = _nearest(rows, words)
         return first * len(words) + _nearest(rows - words[first], others)
 
-    def _check_dim(self, name: str, matrix: Tensor) -> None:
+    def _check_dim(self, name: str, matrix: Tensor | ClassRows) -> None:
         if self.codebooks.numel() and matrix.shape[1] != self.codebooks.shape[2]:
             need = f"(rows, {self.codebooks.shape[2]})"
             raise ValueError(f"{name}: expected shape {need}, got {tuple(matrix.shape)}")

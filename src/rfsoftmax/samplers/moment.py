@@ -12,6 +12,7 @@ from .. import moment_kernels, tree
 from .anchor import AnchoredSampler
 from .base import DEFAULT_TAU, check_dim
 from .kernel import Backend
+from .rows import ClassRows, slices
 
 # Below, the scores of all blocks are all the cost; above, a block takes as long as thousands of classes elsewhere.
 _LEAST_BLOCK, _LARGEST_BLOCK = 8, 1024
@@ -70,21 +71,21 @@ class MomentSampler(AnchoredSampler):
         for name in ("log_weight", "log_mass", "centroids"):
             self.register_buffer(name, torch.empty(0), persistent=False)
 
-    def _rebuild(self, weight: Tensor, bias: Tensor) -> None:
-        rows = self._arrange(weight, bias)
+    def _rebuild(self, weight: ClassRows, bias: Tensor) -> None:
+        rows = self._arrange(weight, bias, self.leaves.rows)
         block_size = self.block_size or default_block_size(len(rows), self.num_negatives)
         num_blocks = -(-len(rows) // block_size)
         self.leaves.block_size = block_size
         self.leaves.rows, self.leaves.offsets = rows, self.bias
         self.leaves.counts = torch.zeros(2 * num_blocks, dtype=torch.int64, device=rows.device)
-        self.log_weight = self._log_weight(rows, self.bias)
+        self.log_weight = torch.cat([self._log_weight(rows[part], self.bias[part]) for part in slices(*rows.shape)])
         self.log_mass, self.centroids = rows.new_empty(num_blocks), rows.new_empty(num_blocks, self.dim)
         self._sum_up(torch.arange(num_blocks, device=rows.device))
         self.num_classes = len(rows)
 
     def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         check_dim("rows", rows, self.dim)
-        positions, rows, bias = self.position[ids], rows.to(self.leaves.rows), bias.to(self.bias)
+        positions, rows, bias = self._positions(ids), rows.to(self.leaves.rows), bias.to(self.bias)
         self.leaves.rows[positions] = rows
         self.bias[positions] = bias  # the leaves' offsets are the same tensor
         self.log_weight[positions] = self._log_weight(rows, bias)
@@ -106,15 +107,14 @@ class MomentSampler(AnchoredSampler):
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
     ) -> tuple[Tensor, Tensor]:
         check_dim("hidden", hidden, self.dim)
-        self._observe(hidden)
         walk = moment_kernels.draw if self._compiled() else draw
         queries = self._queries(hidden, exclude, shared, self._held(uniforms.shape[1]))
         parts = [walk(self.leaves, query, uniforms[rows]) for rows, query in queries]
-        return self.order[torch.cat([p for p, _ in parts])], torch.cat([q for _, q in parts])
+        return self._classes(torch.cat([p for p, _ in parts])), torch.cat([q for _, q in parts])
 
     def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:
         check_dim("hidden", hidden, self.dim)
-        positions = self.position[ids]
+        positions = self._positions(ids)
         walk = moment_kernels.log_prob if self._compiled() else log_prob
         # The blocks of many ids cost more than all classes at once.
         many = ids.shape[1] * self.leaves.block_size >= self.num_classes
@@ -130,7 +130,7 @@ class MomentSampler(AnchoredSampler):
 
     def _queries(self, hidden: Tensor, exclude: Tensor, shared: bool, held: int) -> Iterator[tuple[slice, tree.Query]]:
         """Rows and their queries, as many at once as fit if each holds `held` elements; one for all rows if shared."""
-        hidden, exclude = hidden.to(self.leaves.rows), self.position[exclude].expand(len(hidden), -1)
+        hidden, exclude = hidden.to(self.leaves.rows), self._positions(exclude).expand(len(hidden), -1)
         step = max(1, tree.CHUNK_ELEMENTS // max(held, self._held(exclude.shape[1]), len(self.log_mass)))
         parts = [slice(i, i + step) for i in range(0, len(hidden), step)]
         queries = (self._query(hidden[part], exclude[part]) for part in parts)

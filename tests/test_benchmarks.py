@@ -1,0 +1,76 @@
+"""The benchmarks of memory, updates, first use and the parts of a step, at tiny sizes: what they write must add up."""
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = ["--dim", "8", "--batch", "16", "--negatives", "10"]
+
+
+def run(name: str, output: Path, *options: str) -> list[dict[str, str]]:
+    command = [sys.executable, f"benchmarks/{name}.py", *options, "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with output.open() as file:
+        rows = list(csv.DictReader(file))
+    assert all(row["machine"] and row["commit"] and row["command"] for row in rows)
+    return rows
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_bench_memory_measures_each_method_in_its_own_process(tmp_path: Path) -> None:
+    output = tmp_path / "memory.csv"
+    sizes = ["--num-classes", "300", "100000", "--largest-baseline", "300", "--baselines", "recipe, uniform"]
+    rows = run("bench_memory", output, *sizes, *TINY, "--modes", "shared", "--steps", "2")
+    found = {(row["method"], row["num_classes"]): row for row in rows}
+    assert list(found) == [("ours, shared", "300"), ("recipe, uniform", "300"), ("ours, shared", "100000")]
+    large = found["ours, shared", "100000"]
+    assert int(large["needed_bytes"]) == 3 * 4 * 8 * 100_000
+    added = int(large["peak_bytes"]) - int(found["ours, shared", "300"]["peak_bytes"])
+    assert added > 0.9 * int(large["needed_bytes"])
+    assert output.with_suffix(".png").stat().st_size > 1000
+
+
+def test_bench_update_checks_its_sampler_and_times_updates_and_rebuilds(tmp_path: Path) -> None:
+    output = tmp_path / "update.csv"
+    sizes = ["--num-classes", "300", "600", "--num-features", "8", "16", "--rows", "10", "400", "--repeats", "1"]
+    rows = run("bench_update", output, *sizes, *TINY)
+    of_one = [row["operation"] for row in rows if (row["num_classes"], row["num_features"]) == ("600", "16")]
+    assert of_one == ["step, per_example", "step, shared", "rebuild", "update", "update"]
+    assert [row["rows"] for row in rows if row["operation"] == "update"] == ["10", "10"] + 2 * ["10", "400"]
+    for row in rows:
+        assert float(row["milliseconds"]) > 0
+        if row["operation"] == "rebuild":
+            assert row["rebuild_every"] == "1000"
+            assert 0 < float(row["rebuild_share_shared"]) < 1
+    assert output.with_suffix(".png").stat().st_size > 1000
+
+
+def test_bench_step_tells_the_parts_of_a_step(tmp_path: Path) -> None:
+    options = ["--profile", "--profile-steps", "5", "--num-classes", "300", "--dim", "8"]
+    rows = run("bench_step", tmp_path / "parts.csv", *options, "--batch", "16", "--negatives", "10")
+    assert [row["method"] for row in rows] == ["ours, per_example", "ours, shared"]
+    for row in rows:
+        parts = {name: float(value) for name, value in row.items() if name.endswith("_ms")}
+        assert set(parts) == {
+            f"{name}_ms" for name in ("update", "draw", "notes", "checks", "optimizer", "forward", "backward", "step")
+        }
+        assert all(value > 0 for value in parts.values())
+        assert 0 < float(row["share_of_loss"]) < 1
+
+
+@pytest.mark.slow
+def test_bench_start_finds_the_cache_faster_than_the_compiler(tmp_path: Path) -> None:
+    empty, filled = run("bench_start", tmp_path / "start.csv", "--repeats", "1")
+    assert (empty["cache"], filled["cache"]) == ("empty", "filled")
+    assert float(filled["first_use_seconds"]) < 0.5 * float(empty["first_use_seconds"])
+
+
+def test_make_bench_runs_every_benchmark() -> None:
+    recipe = (ROOT / "Makefile").read_text().split("\nbench:")[1].split("\n\n")[0]
+    assert set(re.findall(r"bench_\w+(?=\.py)", recipe)) == {path.stem for path in ROOT.glob("benchmarks/bench_*.py")}
