@@ -112,8 +112,12 @@ class TestDistortedUnigram(TestUnigram):
 
 
 class TestExact(SamplerContract):
-    variants: ClassVar[dict[str, Options]] = {"plain": {}, "absolute": {"absolute": True}}
-    drawn = ("plain", "absolute")
+    variants: ClassVar[dict[str, Options]] = {
+        "plain": {},
+        "absolute": {"absolute": True},
+        "quadratic": {"quadratic": 7.0},
+    }
+    drawn = ("plain", "absolute", "quadratic")
 
     def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.Sampler:
         return rf.ExactSampler(tau=TAU, **options)
@@ -123,8 +127,30 @@ class TestExact(SamplerContract):
     ) -> Tensor:
         assert isinstance(sampler, rf.ExactSampler)
         logits = TAU * hidden.double() @ weight.double().T
-        probs = without((logits.abs() if sampler.absolute else logits).exp(), exclude)
+        mass = (logits.abs() if sampler.absolute else logits).exp()
+        if sampler.quadratic is not None:
+            mass = sampler.quadratic * (logits / TAU).square() + 1
+        probs = without(mass, exclude)
         return probs.mean(0, keepdim=True) if shared else probs
+
+
+def test_the_quadratic_kernel_over_all_classes_is_that_of_the_tree() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, hidden = (F.normalize(torch.randn(n, DIM, generator=generator), dim=1) for n in (65, 4))
+    tree = rf.KernelSampler(rf.Quadratic(DIM, alpha=100.0), block_size=4, leaf="kernel")
+    dense = rf.ExactSampler(quadratic=100.0)
+    ids = torch.arange(65).repeat(4, 1)
+    for sampler in (tree, dense):
+        sampler.rebuild(weight)
+    target = torch.tensor([0, 7, 3, 64])
+    both = [sampler.log_prob(hidden, ids, exclude=target) for sampler in (tree, dense)]
+    torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quadratic", [0.0, -1.0, math.inf])
+def test_the_exact_sampler_refuses_a_kernel_that_is_none(quadratic: float) -> None:
+    with pytest.raises(ValueError, match=rf"^quadratic: expected a positive finite number, got {quadratic}$"):
+        rf.ExactSampler(quadratic=quadratic)
 
 
 # Under the contract: kernel samplers, against a tree of plain lists

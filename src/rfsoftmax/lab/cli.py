@@ -1,4 +1,5 @@
-"""The command line: `rfsoftmax train text`, `evaluate`, `predict`, `diagnose`, `advise`, `samplers`, `demo`."""
+"""The command line: `rfsoftmax train text`, `evaluate`, `predict`, `diagnose`, `advise`, `samplers`, `demo`,
+`reproduce`, `report`."""
 
 import argparse
 import json
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from .catalogue import table
 from .config import Config, read, resolve
 from .options import demo_settings, make_parser, settings
+from .reproduce_options import chosen_items, data_directory
 
 if TYPE_CHECKING:
     from ..ranks import Ranks
@@ -155,6 +157,32 @@ def _demo(given: argparse.Namespace) -> int:
     return 0
 
 
+def _reproduce(given: argparse.Namespace) -> int:
+    from .places import Places
+    from .reproduce import Choice, adopt, listing, reproduce
+    from .results import Results
+
+    places = Places(data_directory(given), Path(given.runs), Path(given.cache), Results(given.results))
+    choice = Choice(chosen_items(given), given.scale, tuple(given.seeds), tuple(given.only), tuple(given.sets))
+    if given.adopt:
+        print(adopt(Path(given.adopt), choice, places))
+        return 0
+    if given.list:
+        print(listing(choice, places))
+        return 0
+    return reproduce(choice, places)
+
+
+def _report(given: argparse.Namespace) -> int:
+    from .book import Book
+    from .report import write_report
+    from .results import Results
+
+    paths = write_report(Book(Results(given.results), given.scale, tuple(given.sets)), Path(given.output))
+    print("\n".join(map(str, paths)))
+    return 0
+
+
 def _samplers(given: argparse.Namespace) -> int:
     if given.method is None:
         print(table())
@@ -173,4 +201,6 @@ _COMMANDS = {
     "advise": _advise,
     "samplers": _samplers,
     "demo": _demo,
+    "reproduce": _reproduce,
+    "report": _report,
 }

@@ -10,8 +10,9 @@ from typing import Any
 from .catalogue import METHODS, UNSAMPLED
 
 TASKS = ("text", "xc")
-# What a run may change when it goes on; all else would make another run of it.
-RESUMABLE = ("epochs", "lr", "clip", "patience", "eval_every", "save_every", "log_every", "cache")
+# What a run may change when it goes on; all else would make another run of it. Data may have moved: that it is still
+# the same is seen by its classes.
+RESUMABLE = ("epochs", "lr", "clip", "patience", "eval_every", "save_every", "log_every", "cache", "data", "valid")
 
 
 _DATA, _MODEL, _OUTPUT, _TRAINING, _KEEPING = (
@@ -37,6 +38,9 @@ class Config:
     valid: str = _setting("", _DATA, "the validation file; without it every 20th point of the data", task="xc")
     vocab: int = _setting(
         50_000, _DATA, "number of words kept, the most frequent ones; 0 for all; the rest is <unk>", task="text"
+    )
+    train_limit: int = _setting(
+        0, _DATA, "words or points of the training data to learn from, the first ones; 0 for all"
     )
     cache: str = _setting("runs/cache", _DATA, "directory for what is read once and mapped later")
     dim: int = _setting(200, _MODEL, "dimension d of queries and class embeddings")
@@ -65,6 +69,7 @@ class Config:
         False, _OUTPUT, "split the classes over the processes of torchrun; docs/distributed.md"
     )
     tau: float = _setting(1 / 0.3**2, _OUTPUT, "inverse temperature of the softmax over cosines")
+    normalize: bool = _setting(True, _OUTPUT, "give queries and class embeddings unit length, as the paper does")
     bias: bool = _setting(False, _OUTPUT, "learn a bias for each class")
     labels: str = _setting(
         "pick_all",
@@ -100,7 +105,17 @@ class Config:
         for name in ("dim", "layers", "num_negatives", "num_groups", "batch_size", "seq_len", "epochs", "log_every"):
             if getattr(self, name) < 1:
                 _fail(name, "at least 1", getattr(self, name))
-        for name in ("warmup", "clip", "patience", "eval_every", "eval_limit", "save_every", "sparse_from", "seed"):
+        for name in (
+            "warmup",
+            "clip",
+            "patience",
+            "eval_every",
+            "eval_limit",
+            "save_every",
+            "sparse_from",
+            "seed",
+            "train_limit",
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 _fail(name, "at least 0", getattr(self, name))
         for name in ("lr", "tau"):

@@ -24,10 +24,14 @@ _MAX_ELEMENTS = 2**24
 class FullSoftmax(nn.Module):
     """`full_softmax_loss` over the class embeddings of a `SoftmaxHead`, in training too."""
 
-    def __init__(self, dim: int, num_classes: int, tau: float, *, bias: bool, labels: Any) -> None:
+    def __init__(
+        self, dim: int, num_classes: int, tau: float, *, bias: bool, labels: Any, normalize: bool = True
+    ) -> None:
         super().__init__()
         # Of the head only the exact half is used, in eval(): its sampler never draws.
-        self.exact = SoftmaxHead(dim, num_classes, "uniform", 1, tau, bias=bias, sparse=False, labels=labels)
+        self.exact = SoftmaxHead(
+            dim, num_classes, "uniform", 1, tau, bias=bias, normalize=normalize, sparse=False, labels=labels
+        )
 
     def forward(self, hidden: Tensor, target: Target) -> Tensor:
         loss: Tensor = self.exact.eval()(hidden, target)
@@ -92,14 +96,15 @@ def make_output(config: Config, counts: Tensor) -> Output:
     """The layer of `config.method` for classes that occur counts (n,) times in the training data."""
     n, labels = len(counts), config.labels
     if config.method == "full":
-        return FullSoftmax(config.dim, n, config.tau, bias=config.bias, labels=labels)
+        return FullSoftmax(config.dim, n, config.tau, bias=config.bias, labels=labels, normalize=config.normalize)
     if config.method == "adaptive":
         return AdaptiveSoftmax(config.dim, counts, labels=labels)
-    loss = {"quadratic": "absolute", "nce": "nce"}.get(config.method, "softmax")
+    loss = "nce" if config.method == "nce" else "absolute" if is_absolute(config) else "softmax"
     options: dict[str, Any] = {
         "num_negatives": config.num_negatives,
         "tau": config.tau,
         "bias": config.bias or loss == "nce",
+        "normalize": config.normalize,
         "negatives": config.num_groups if config.negatives == "groups" else config.negatives,
         "sparse": n >= config.sparse_from,
         "loss": loss,
@@ -124,6 +129,11 @@ def check_method(config: Config) -> None:
         sampler_of(config, torch.ones(2, dtype=torch.int64))
 
 
+def is_absolute(config: Config) -> bool:
+    """Whether the absolute softmax is trained: with the quadratic kernel, which cannot tell h.c from -h.c."""
+    return config.method == "quadratic" or "quadratic" in config.sampler_options
+
+
 def sampler_of(config: Config, counts: Tensor, classes: range | None = None) -> Sampler:
     """The sampler of `config.method` with its options, for all classes or a range of them."""
     if config.method in UNSAMPLED:
@@ -133,7 +143,7 @@ def sampler_of(config: Config, counts: Tensor, classes: range | None = None) -> 
     if config.method == "default":
         options = {**DEFAULT_SAMPLER}
     options |= config.sampler_options
-    absolute = config.method == "quadratic"
+    absolute = is_absolute(config)
     first = 0 if classes is None else classes.start
     counts = counts if classes is None else counts[first : classes.stop]
     size: dict[str, Any] = {"num_classes": len(counts), "counts": counts, "first": first}

@@ -30,6 +30,7 @@ _MEANING = {
     "num_negatives": "draws of a query to choose the size of blocks for",
     "num_tables": "hash tables L",
     "power": "of the counts; word2vec takes 0.75",
+    "quadratic": "draw by the kernel quadratic (h.c)^2 + 1 instead, and train with the absolute softmax",
     "quantisation": "how the two codebooks share an embedding",
     "refresh_every": "batches between looks at the frequencies, O(n) each",
     "samplers": 'names of the parts: \'samplers=["unigram", "moment"]\'',

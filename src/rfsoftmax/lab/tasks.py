@@ -56,13 +56,14 @@ class TextTask:
             else load_text(config.data, cache=config.cache, num_words=num_words)
         )
         self.classes = Classes(len(self.corpus.words), np.array(self.corpus.counts), self.corpus.words)
+        self.train = self.corpus.train[: config.train_limit or None]
 
     def num_batches(self) -> int:
-        return math.ceil(math.ceil(len(self.corpus.train) / self.config.batch_size) / self.config.seq_len)
+        return math.ceil(math.ceil(len(self.train) / self.config.batch_size) / self.config.seq_len)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, all epochs alike, from number `first` on."""
-        return self._streams(self.corpus.train, first)
+        return self._streams(self.train, first)
 
     def held_out(self, split: str) -> Iterator[Batch]:
         return self._streams(getattr(self.corpus, split)[: self.config.eval_limit or None], 0)
@@ -109,7 +110,8 @@ class XCTask:
         self.ranks = ranks or Ranks()
         self.splits = _xc_splits(config)
         train = self.splits.train
-        self.labelled = torch.from_numpy(np.flatnonzero(np.diff(train.labels.indptr)))
+        labelled = np.flatnonzero(np.diff(train.labels.indptr))
+        self.labelled = torch.from_numpy(labelled[: config.train_limit or None])
         if not len(self.labelled):
             raise ValueError(f"data: expected points with labels, got none in {config.data}")
         counts = np.bincount(train.labels.indices, minlength=train.labels.shape[1])

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from . import checkpoints, rank_checkpoints
 from .checkpoints import Progress
-from .config import RESUMABLE, Config
+from .config import DEFAULTS, RESUMABLE, Config
 from .models import Model, State, make_model
 from .optimizers import clip_gradients, learning_rate, make_optimizers, set_learning_rate
-from .outputs import sampled_head
+from .outputs import check_method, sampled_head
 from .parallel import data_parallel, each_says
 from .reporter import Reporter
 from .runs import NoEvents, Run, add_scalars
 from .stopwatch import Stopwatch
-from .tasks import Batch, Task
+from .tasks import Batch, Task, make_task
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -239,16 +239,18 @@ class Trainer:
     def _load(self, path: Path) -> None:
         self.progress, settings = checkpoints.read_progress(path)
         for name, value in _fixed(self.config).items():
-            if settings.get(name) != value:
-                raise ValueError(f"{path}: expected a checkpoint with {name} {value!r}, got {settings.get(name)!r}")
+            # A setting that the checkpoint does not know is younger, and was then what its default is now.
+            saved = settings.get(name, getattr(DEFAULTS[self.config.task], name))
+            if saved != value:
+                raise ValueError(f"{path}: expected a checkpoint with {name} {value!r}, got {saved!r}")
         if self.config.shard_classes:
             rows = self.config.batch_size
             self.state = rank_checkpoints.load(path, self.model, self.optimizers, rows, self.ranks)
             return
         checkpoints.load_model(path, self.model)
         training = checkpoints.load_training(path)
-        for optimizer, saved in zip(self.optimizers, training["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        for optimizer, state in zip(self.optimizers, training["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         self.state = training["state"]
         if self.head is not None:
             checkpoints.load_sampler(self.head, training["sampler"])
@@ -266,6 +268,15 @@ class Trainer:
         last = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
         advice = f"try a lower rate: {_resume_command(self.run)} --lr {self.config.lr / 4:g}"
         return DivergedError(f"{where}: expected finite numbers, got {what}; {last}; {advice}")
+
+
+def new_trainer(directory: Path, config: Config) -> Trainer:
+    """The trainer of a run that begins, alone; what is wrong with its settings is said before the run is there."""
+    check_method(config)
+    Run.check_new(directory)
+    task = make_task(config)
+    model = make_model(config, task.classes)
+    return Trainer(Run.create(directory, config, task.classes), task, model)
 
 
 def _fixed(config: Config) -> dict[str, Any]:
