@@ -894,3 +894,60 @@ def test_make_sampler_refuses_what_it_does_not_know(
 ) -> None:
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         rf.make_sampler(name, num_classes=9, dim=DIM, **options)
+
+
+# What a draw keeps between calls
+
+
+def drawn_once(**options: Any) -> tuple[rf.KernelSampler, Tensor]:
+    weight = F.normalize(torch.randn(200, 8, generator=seeded(1)), dim=1)
+    sampler = rf.KernelSampler(rf.OrthogonalFourier(8, 16, 2.0, generator=seeded(2)), 4, **options)
+    sampler.rebuild(weight)
+    sampler.sample(weight[:3], 5)
+    return sampler, weight
+
+
+def follows(sampler: rf.KernelSampler, weight: Tensor) -> bool:
+    """Whether draws are those of a sampler built from weight."""
+    fresh = copy.deepcopy(sampler)
+    fresh.rebuild(weight)
+    found, expected = (each.sample(weight[:50], 40, generator=seeded(3)) for each in (sampler, fresh))
+    return torch.equal(found.ids, expected.ids) and torch.allclose(found.log_q, expected.log_q, atol=1e-4)
+
+
+def moved_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.arange(100), F.normalize(torch.randn(100, 8, generator=seeded(4)), dim=1)
+
+
+def test_a_copy_draws_from_its_own_tree() -> None:
+    sampler, weight = drawn_once()
+    twin = copy.deepcopy(sampler)
+    ids, rows = moved_rows(weight)
+    twin.update(ids, rows)
+    assert follows(sampler, weight)
+    assert follows(twin, torch.cat([rows, weight[100:]]))
+
+
+@pytest.mark.parametrize("move", [lambda s: s.share_memory(), lambda s: s.double(), lambda s: s.to("cpu")])
+def test_a_tree_whose_memory_moved_is_the_one_drawn_from(move: Callable[[rf.KernelSampler], Any]) -> None:
+    sampler, weight = drawn_once()
+    move(sampler)
+    ids, rows = moved_rows(weight)
+    sampler.update(ids, rows)
+    assert follows(sampler, torch.cat([rows, weight[100:]]))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("half_rows", [False, True])
+def test_stale_rows_are_those_past_the_tolerance(normalize: bool, half_rows: bool) -> None:
+    sampler, weight = drawn_once(tolerance=0.3, half_rows=half_rows)
+    scale = 1 + torch.rand(200, 1, generator=seeded(6)) if normalize else 1.0
+    moved = scale * (weight + 0.05 * torch.rand(200, 1, generator=seeded(5)) * torch.randn(200, 8, generator=seeded(7)))
+    bias, ids = 0.2 * torch.rand(200, generator=seeded(8)), torch.randint(200, (500,), generator=seeded(9))
+    rows = F.normalize(moved, dim=1) if normalize else moved
+    shift = sampler.tau * (rows - sampler.tree.rows.float()[sampler.position[:-1].long()]).norm(dim=1) + bias
+    found = sampler._stale(ids, moved, bias, normalize)
+    assert torch.equal(found, ids[shift[ids] > 0.3])
+    assert 0 < len(found) < len(ids)
+    moved[7] = torch.nan
+    assert 7 in sampler._stale(torch.tensor([7, 8]), moved, None, normalize)
