@@ -320,6 +320,21 @@ def check_rows_whose_labels_are_all_of_a_ranks_classes(world: World) -> None:
             assert abs(float(loss.detach() - exact.detach())) < 0.15 * float(exact.detach())
 
 
+def check_large_logits_do_not_overflow(world: World) -> None:
+    given = problem(world, seed=12)
+    head, own = make_head(world, given, tau=1e5, num_negatives=40).float(), given.own(world.rank)
+    single: Any = rf.SoftmaxHead(DIM, N, tau=1e5).eval()
+    single.load_state_dict({"weight": given.weight}, strict=False)
+    hidden = given.hidden[own].float().requires_grad_()
+    for training in (True, False):
+        loss = head.train(training)(hidden, given.labels[own, 0])
+        loss.backward()
+        assert hidden.grad is not None
+        assert all(x.to_dense().isfinite().all() for x in (hidden.grad, head.weight.grad))
+        assert 1e4 < loss.detach() < 2e5
+    near(loss, single(given.hidden.float(), given.labels[:, 0]), within=1e-5)
+
+
 def check_few_classes_and_ranks_of_one(world: World) -> None:
     for num_classes in {1: (2, 3), 2: (2, 3), 3: (3, 5, 7), 4: (4, 7, 10, 13)}[world.num]:
         given = problem(world, num_classes)

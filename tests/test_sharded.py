@@ -130,11 +130,18 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
     assert message in str(error.value)
 
 
+def test_nce_learns_one_label_a_row() -> None:
+    head = rf.ShardedSoftmaxHead(8, 50, "uniform", loss="nce")
+    with pytest.raises(ValueError, match="target: expected one class a row with loss='nce'"):
+        head(torch.zeros(2, 8), torch.tensor([[1, 2], [3, -1]]))
+
+
 def test_wrong_inputs_are_named() -> None:
     head, hidden = rf.ShardedSoftmaxHead(8, 50), torch.zeros(2, 8)
     for call, message in (
         (lambda: head(hidden[:, :3], torch.zeros(2).long()), r"hidden: expected shape \(..., 8\), got \(2, 3\)"),
         (lambda: head(hidden, torch.tensor([0, 50])), r"target: expected class ids in \[0, 50\), got 50"),
+        (lambda: head(hidden, torch.arange(50).expand(2, -1)), "target: expected a class left .* got all 50"),
         (lambda: head.topk(hidden, 51), "k: expected 1 to 50, got 51"),
         (lambda: head.log_prob(hidden, torch.zeros(3).long()), "ids: expected shape"),
     ):

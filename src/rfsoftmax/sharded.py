@@ -161,6 +161,18 @@ class ShardedSoftmaxHead(nn.Module):
         return self.shard.bias
 
     @property
+    def tau(self) -> float:
+        return self.shard.tau
+
+    @property
+    def normalize(self) -> bool:
+        return self.shard.normalize
+
+    @property
+    def negatives(self) -> Negatives:
+        return self.shard.negatives
+
+    @property
     def sampler(self) -> Sampler:
         """The sampler of this rank's classes, which it numbers from 0."""
         return self.shard.sampler
@@ -252,6 +264,8 @@ class ShardedSoftmaxHead(nn.Module):
         shard, labels, targets = self.shard, self._local(batch.labels), self._local(batch.targets)
         if self.loss == "nce" and targets.shape[1] > 1:
             raise ValueError("target: expected one class a row with loss='nce' and labels='pick_all', got several")
+        if bool(((batch.labels >= 0).sum(1) >= self.num_classes).any()):
+            raise ValueError(f"target: expected a class left for a negative in each row, got all {self.num_classes}")
         shard._freshen()
         shard.num_negatives = num
         order, sizes = shard._sets(batch.queries.detach())
