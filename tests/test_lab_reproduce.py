@@ -12,12 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rfsoftmax.lab import cli, plots, train
 from rfsoftmax.lab.config import DEFAULTS, resolve
 from rfsoftmax.lab.experiments import TRAINED, plan
+from rfsoftmax.lab.outputs import make_output
 from rfsoftmax.lab.reproduce_options import ITEMS
 from rfsoftmax.lab.results import Results, deciding, run_name
+from rfsoftmax.lab.table1 import table1
+from rfsoftmax.lab.tasks import make_task
+from test_lab_demo import Page
 from test_lab_train import write_corpus, write_points
 
 
@@ -54,11 +59,18 @@ def results(place: Path) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in sorted((place / "results").glob("*.json"))}
 
 
-def test_every_run_of_the_plan_trains_and_leaves_a_result_with_its_circumstances(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert reproduce(data, tmp_path, f"{' '.join(TRAINED)} --seeds 0") == 0
-    found = results(tmp_path)
+@pytest.fixture(scope="module")
+def everything(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory where all was run once, with one seed."""
+    place = tmp_path_factory.mktemp("everything")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "draw", lambda *_: None)
+        assert reproduce(data, place, "all --seeds 0") == 0
+    return place
+
+
+def test_every_run_of_the_plan_leaves_a_result_with_its_circumstances(data: Path, everything: Path) -> None:
+    found = {name: result for name, result in results(everything).items() if result["kind"] == "training"}
     planned = {run.name: run for item in TRAINED for run in plan(item, "tiny")}
     assert set(found) == {name for name, run in planned.items() if run.config.seed == 0}
     for name, result in found.items():
@@ -73,12 +85,66 @@ def test_every_run_of_the_plan_trains_and_leaves_a_result_with_its_circumstances
         else:
             assert 0 <= score["precision@5"] <= 1
         assert str(data) not in json.dumps(result)
-        assert str(tmp_path) not in json.dumps(result)
-    capsys.readouterr()
-    assert reproduce(data, tmp_path, f"{' '.join(TRAINED)} --seeds 0") == 0
+        assert str(everything) not in json.dumps(result)
+
+
+def test_nothing_is_run_twice(data: Path, everything: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce(data, everything, "all --seeds 0") == 0
     said = capsys.readouterr().out
-    assert said.count("done before") == len(found)
+    assert said.count("done before") == len(results(everything))
     assert "begins" not in said
+
+
+def test_the_absolute_softmax_of_quadratic_has_two_losses_and_others_one(everything: Path) -> None:
+    for result in results(everything).values():
+        if result["kind"] == "training":
+            absolute = "quadratic" in result["config"]["sampler_options"]
+            assert (result["final"]["loss"] != result["final"]["softmax_loss"]) == absolute
+
+
+def test_the_report_of_real_results_misses_nothing(
+    data: Path, everything: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--results", str(everything / "results"), "--output", str(everything / "report")]
+    assert cli.main(["report", "--scale", "tiny", *place]) == 0
+    text = Page((everything / "report" / "report.html").read_text()).text
+    assert "not run yet" not in text
+    assert "0 are not tested" in text
+
+
+def test_theory_is_measured_on_the_checkpoints_of_the_full_softmax(everything: Path) -> None:
+    found = results(everything)
+    first = {(row["sampler"], row["num_negatives"]): row for row in found["theorem1-ptb-tiny"]["rows"]}
+    assert first["EXP", 4]["chi2"] < 1e-6
+    assert first["EXP", 4]["bound_always"] < 1e-6
+    assert first["Uniform", 4]["upper_corrected"] > first["Uniform", 4]["bound_always"] > 0
+    assert all(row["outside_always"] == 0 for row in first.values())
+    assert "theorem1-tibkat-gnd-tiny" in found
+    second = {(row["nu"], row["num_features"]): row for row in found["theorem2-ptb-tiny"]["rows"]}
+    tau = found["theorem2-ptb-tiny"]["tau"]
+    assert second[tau, None]["chi2"] < 1e-9
+    assert second[1.0, None]["chi2"] > second[4.0, None]["chi2"] > 0
+    assert second[1.0, 16]["error_median"] < second[1.0, 4]["error_median"]
+    assert {row["num_features"] for row in found["corollary1-ptb-tiny"]["rows"]} == {None, 4, 16}
+
+
+def test_theory_asks_for_the_runs_it_needs(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce(data, tmp_path, "theory") == 1
+    assert capsys.readouterr().out.count("expected the finished run") == 4
+
+
+def test_the_error_of_random_fourier_features_in_table_1_is_their_variance(data: Path) -> None:
+    found = table1(data / "usps" / "usps_train.npz", (1.0,), (50,), num_digits=60, num_maps=30)
+    digits = np.load(data / "usps" / "usps_train.npz")["X"]
+    rows = {row["method"]: row for row in found["rows"]}
+    digits /= np.linalg.norm(digits, axis=1, keepdims=True)
+    kernel = np.exp(digits[:300] @ digits[300:600].T - 1)
+    expected = ((1 - kernel**2) ** 2).mean() / (2 * 50)
+    assert rows["Random Fourier"]["mse"] == pytest.approx(expected, rel=0.15)
+    assert rows["Orthogonal"]["mse"] < rows["Random Fourier"]["mse"]
+    quadratic = rows["Quadratic"]
+    assert quadratic["num_features"] == 256**2
+    assert quadratic["mse"] < kernel.var() * 1.1
 
 
 def test_a_killed_run_goes_on_with_the_same_command_to_the_same_result(data: Path, tmp_path: Path) -> None:
@@ -258,23 +324,25 @@ def test_two_processes_do_not_do_the_same_work(data: Path, tmp_path: Path, capsy
     assert os.listdir(tmp_path / "runs") == [f"{name}.lock"]
 
 
-def test_theory_is_measured_on_checkpoints_and_asks_for_them(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert reproduce(data, tmp_path, "theory") == 1
-    assert capsys.readouterr().out.count("expected the finished run") == 4
-    assert reproduce(data, tmp_path, "figure3 table3 --only full --seeds 0") == 0
-    assert reproduce(data, tmp_path, "theory") == 0
-    found = results(tmp_path)
-    first = {(row["sampler"], row["num_negatives"]): row for row in found["theorem1-ptb-tiny"]["rows"]}
-    assert first["EXP", 4]["chi2"] < 1e-6
-    assert first["EXP", 4]["bound_always"] < 1e-6
-    assert first["Uniform", 4]["upper_corrected"] > first["Uniform", 4]["bound_always"] > 0
-    assert all(row["outside_always"] == 0 for row in first.values())
-    assert "theorem1-tibkat-gnd-tiny" in found
-    second = {(row["nu"], row["num_features"]): row for row in found["theorem2-ptb-tiny"]["rows"]}
-    tau = found["theorem2-ptb-tiny"]["tau"]
-    assert second[tau, None]["chi2"] < 1e-9
-    assert second[1.0, None]["chi2"] > second[4.0, None]["chi2"] > 0
-    assert second[1.0, 16]["error_median"] < second[1.0, 4]["error_median"]
-    assert {row["num_features"] for row in found["corollary1-ptb-tiny"]["rows"]} == {None, 4, 16}
+def test_train_limit_and_normalize_do_what_they_say(data: Path) -> None:
+    given = {"cache": str(data / "cache"), "train_limit": 90}
+    text = resolve("text", None, {**given, "data": str(data / "ptb"), "vocab": 0})
+    points = resolve("xc", None, {**given, "data": str(data / "tibkat-gnd" / "train.txt")})
+    assert make_task(replace(text, batch_size=6, seq_len=5)).num_batches() == 3
+    assert make_task(replace(points, batch_size=30)).num_batches() == 3
+    plain = make_output(replace(text, method="full", normalize=False, tau=1.0), torch.ones(24, dtype=torch.int64))
+    hidden, weight = torch.randn(3, 200), next(plain.parameters()).detach()
+    expected = (hidden @ weight.T).log_softmax(1)
+    torch.testing.assert_close(plain.log_prob(hidden, torch.arange(24).repeat(3, 1)), expected)
+
+
+def test_a_checkpoint_made_before_a_setting_was_there_goes_on(data: Path, tmp_path: Path) -> None:
+    sizes = "--dim 8 --num-negatives 5 --batch-size 6 --seq-len 5 --epochs 1 --method uniform"
+    line = ["train", "text", "--data", str(data / "ptb"), "--run", str(tmp_path / "run")]
+    assert cli.main([*line, *sizes.split()]) == 0
+    for file in (tmp_path / "run" / "checkpoints").glob("*/progress.json"):
+        note = json.loads(file.read_text())
+        del note["settings"]["normalize"], note["settings"]["train_limit"]
+        file.write_text(json.dumps(note))
+    assert cli.main(["train", "text", "--run", str(tmp_path / "run"), "--resume", "--epochs", "2"]) == 0
+    assert cli.main(["train", "text", "--run", str(tmp_path / "run"), "--resume", "--no-normalize"]) == 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 from .experiments import TIBKAT, plan, with_seeds
+from .measurements import measurement_name
 from .results import Results
 
 # Seeds that are looked for.
@@ -91,8 +92,7 @@ class Book:
 
     def measurement(self, name: str) -> dict[str, Any] | None:
         """Of table1, table2 or a part of the theory."""
-        plain = self.scale == "small" or name in ("table1", "table2")
-        return self.results.read(name if plain else f"{name}-{self.scale}")
+        return self.results.read(measurement_name(name, self.scale))
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         found = self.measurement(name)

@@ -25,23 +25,31 @@ class Measurement:
     measure: Callable[[Places], dict[str, Any]]
 
 
+def measurement_name(name: str, scale: str) -> str:
+    """That of its file: other sizes have another one, and the tables are of the paper's sizes at both scales."""
+    same = scale == "small" or (scale == "paper" and name in ("table1", "table2"))
+    return name if same else f"{name}-{scale}"
+
+
 def _table1(scale: str) -> list[Measurement]:
     from .table1 import table1
 
-    return [Measurement("kernel approximation", "table1", "", 300, lambda places: table1(places.usps()))]
+    sizes: dict[str, Any] = {"taus": (1.0,), "num_digits": 8, "num_maps": 1} if scale == "tiny" else {}
+    name = measurement_name("table1", scale)
+    return [Measurement("kernel approximation", name, "", 300, lambda places: table1(places.usps(), **sizes))]
 
 
 def _table2(scale: str) -> list[Measurement]:
     from .table2 import table2
 
-    return [Measurement("wall time", "table2", "", 300, lambda places: table2())]
+    sizes: dict[str, Any] = {"sizes": (300, 3000), "repeats": 1} if scale == "tiny" else {}
+    return [Measurement("wall time", measurement_name("table2", scale), "", 300, lambda places: table2(**sizes))]
 
 
 def _theory(scale: str) -> list[Measurement]:
     from . import theory
 
     sizes = theory.SIZES[scale]
-    ending = "" if scale == "small" else f"-{scale}"
     parts = [
         ("Theorem 1", "theorem1", PTB, theory.theorem1, 900),
         ("Theorem 1", "theorem1", TIBKAT, theory.theorem1, 900),
@@ -49,7 +57,13 @@ def _theory(scale: str) -> list[Measurement]:
         ("Corollary 1", "corollary1", PTB, theory.corollary1, 600),
     ]
     return [
-        Measurement(f"{label}, {dataset}", f"{name}-{dataset}{ending}", dataset, seconds, partial(of, dataset, sizes))
+        Measurement(
+            f"{label}, {dataset}",
+            measurement_name(f"{name}-{dataset}", scale),
+            dataset,
+            seconds,
+            partial(of, dataset, sizes),
+        )
         for label, name, dataset, of, seconds in parts
     ]
 

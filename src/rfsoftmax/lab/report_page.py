@@ -40,7 +40,8 @@ by a rule that was written down before; how our runs are smaller is said at each
 {_summary(judged)}
 {body}<h2 id="made">How this page was made</h2>
 <p>By <code>rfsoftmax reproduce all</code> and <code>rfsoftmax report</code>, from the files in results/reproduce alone,
-at the scale <em>{html.escape(book.scale)}</em>. Where something was not run, it says so.</p>
+at the scale <em>{html.escape(book.scale)}</em>{_OTHER_SCALE if book.scale != "small" else ""}. Where something was not
+run, it says so.</p>
 <ul>{"".join(f"<li>{html.escape(line)}</li>" for line in circumstances)}</ul>
 </main>
 <script>{_SCRIPT}</script>
@@ -57,6 +58,7 @@ def _summary(judged: Judged) -> str:
     return f'{heading}\n<p>Of {len(judged)} claims {said}.</p>\n<ul class="claims">\n{rows}</ul>\n'
 
 
+_OTHER_SCALE = " (the texts say how the scale small differs from the paper; the settings of this one are in its files)"
 _PHRASES = dict(zip(VERDICTS, ("hold", "hold weaker", "do not hold here", "are not tested"), strict=True))
 
 
