@@ -25,8 +25,10 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/bench_step.py --profile
 	$(BIN)/python benchmarks/bench_memory.py
 	$(BIN)/python benchmarks/bench_update.py
+	$(BIN)/python benchmarks/bench_sharded.py
 	$(BIN)/python benchmarks/bench_quality.py cost
 	$(if $(DATA),$(BIN)/python benchmarks/bench_quality.py quality --data $(DATA) --draws 200)
+	$(if $(DATA),$(BIN)/python benchmarks/bench_modes.py --data $(DATA))
 
 # One environment serves every command; it is made again when what it installs changes.
 .venv/installed: pyproject.toml constraints.txt

@@ -234,7 +234,7 @@ def main() -> None:
     one = commands.add_parser("quality", help="chi2, gradient bias and time a draw on trained models")
     one.add_argument("--data", type=Path, required=True, help="directory with ptb, wikitext-2 and tibkat-gnd")
     one.add_argument("--cache", type=Path, default=Path(".cache/quality"), help="where checkpoints are kept")
-    one.add_argument("--sets", nargs="+", choices=list(RECIPES), default=list(RECIPES))
+    one.add_argument("--sets", nargs="+", choices=list(RECIPES), default=["ptb", "wikitext-2", "tibkat"])
     one.add_argument("--contexts", type=int, default=300, help="held-out contexts for chi2; a fifth for the gradient")
     one.add_argument("--draws", type=int, default=400, help="sets of negatives for the gradient bias")
     one.add_argument("--negatives", type=int, default=NEGATIVES, help="m, a query's draws")

@@ -1,9 +1,9 @@
 """A whole training step of the output layer: draw, loss, backward, optimizer, update of the sampler; n = 10^4 ... 10^7.
 
 Ours, with per-example and with shared negatives and SparseAdam, beside what one would otherwise run: the full softmax
-(streamed; by torch's own linear_cross_entropy; torch's adaptive softmax) and shared uniform or log-uniform negatives
-with a dense gradient, all with Adam. Every step has new queries and targets, whose frequencies follow Zipf's law. All
-works of a group take turns in one process; the baselines only up to `--largest-baseline`.
+(plain; streamed; by torch's own linear_cross_entropy; torch's adaptive softmax) and shared uniform or log-uniform
+negatives with a dense gradient, all with Adam. Every step has new queries and targets, whose frequencies follow Zipf's
+law. All works of a group take turns in one process; the baselines only up to `--largest-baseline`.
 
 With `--profile`, in place of all that: the milliseconds of ours in each part of a step, and the share of the step that
 the loss itself needs (gathers, logits, backward, optimizer), as against sampler and checks.
@@ -67,7 +67,7 @@ def our_head(num_classes: int, dim: int, m: int, mode: Any) -> rf.SoftmaxHead:
 
 
 def step_of(head: rf.SoftmaxHead) -> Step:
-    return Step(head, torch.optim.SparseAdam(list(head.parameters()), lr=1e-3))
+    return Step(head, rf.SparseAdam(list(head.parameters()), lr=1e-3))
 
 
 def ours(num_classes: int, dim: int, m: int, mode: Any) -> Step:
@@ -95,6 +95,16 @@ def full(num_classes: int, dim: int, m: int) -> Step:
 
     def loss(hidden: Tensor, target: Tensor) -> Tensor:
         return rf.full_softmax_loss(F.normalize(hidden, dim=1), weight, target, tau=TAU, normalize=True)
+
+    return Step(loss, torch.optim.Adam([weight], lr=1e-3))
+
+
+def plain_full(num_classes: int, dim: int, m: int) -> Step:
+    """As anyone would write it: all logits at once."""
+    weight = class_weight(num_classes, dim)
+
+    def loss(hidden: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(TAU * F.normalize(hidden, dim=1) @ F.normalize(weight, dim=1).T, target)
 
     return Step(loss, torch.optim.Adam([weight], lr=1e-3))
 
@@ -132,6 +142,7 @@ def recipe(num_classes: int, dim: int, m: int, sampler: str) -> Step:
 
 def baselines() -> dict[str, Callable[[int, int, int], Step]]:
     found: dict[str, Callable[[int, int, int], Step]] = {
+        "full softmax, plain": plain_full,
         "full softmax, streamed": full,
         "full softmax, linear_cross_entropy": torch_full,
         "adaptive softmax": adaptive,

@@ -122,6 +122,31 @@ class LabelTask(Task):
         return self._embed(self.valid[: 2 * NUM_CONTEXTS])
 
 
+class VisitTask(Task):
+    """An embedding of users, d = 64, for the items that they visit; batches of 512 visits."""
+
+    batch, dim = 512, 64
+
+    def __init__(self, train: Path, valid: Path) -> None:
+        self.train, self.valid = _visits(train), _visits(valid)
+        num_users, num_items = (int(max(part[:, i].max() for part in (self.train, self.valid))) + 1 for i in (0, 1))
+        self.counts = torch.bincount(self.train[:, 1], minlength=num_items)
+        self.steps_per_epoch = -(-len(self.train) // self.batch)
+        self.model = nn.ModuleList([nn.Embedding(num_users, self.dim)])
+        self.weight = nn.Parameter(torch.randn(num_items, self.dim) / self.dim**0.5)
+
+    def batches(self, epoch: int, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(epoch))
+        for some in order.split(self.batch)[first:]:
+            yield self._embed(self.train[some])
+
+    def _embed(self, visits: Tensor) -> tuple[Tensor, Tensor]:
+        return self.model[0](visits[:, 0]), visits[:, 1:]
+
+    def held_out(self) -> tuple[Tensor, Tensor]:
+        return self._embed(self.valid)
+
+
 @dataclass(frozen=True)
 class Recipe:
     make: Callable[[Path, Path], Task]
@@ -140,6 +165,7 @@ RECIPES = {
     "tibkat": Recipe(
         LabelTask, "tibkat-gnd/train.txt.xz", "tibkat-gnd/test.txt.xz", {"start": 0, "early": 0.5, "late": 3}
     ),
+    "gowalla": Recipe(VisitTask, "gowalla/train.txt", "gowalla/test.txt", {"late": 1}),
 }
 
 
@@ -238,6 +264,13 @@ def _records(path: Path) -> tuple[list[tuple[Tensor, Tensor, Tensor]], int, int]
         _, num_features, num_labels = map(int, file.readline().split())
         records = [_record(line) for line in file if not line.startswith(" ")]
     return records, num_features, num_labels
+
+
+def _visits(path: Path) -> Tensor:
+    """Users and items (visits, 2), of lines that name a user and then all their items."""
+    with path.open() as file:
+        lines = [[int(word) for word in line.split()] for line in file]
+    return torch.tensor([(user, item) for user, *items in lines for item in items])
 
 
 def _record(line: str) -> tuple[Tensor, Tensor, Tensor]:

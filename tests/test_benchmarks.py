@@ -69,6 +69,34 @@ def test_bench_step_tells_the_parts_of_a_step(tmp_path: Path) -> None:
         assert 0 < float(row["share_of_loss"]) < 1
 
 
+def test_bench_modes_weighs_noise_against_time(tmp_path: Path) -> None:
+    data = tmp_path / "gowalla"
+    data.mkdir()
+    for name in ("train.txt", "test.txt"):
+        lines = [" ".join(map(str, [user, *range(user % 7, 300, 9)])) for user in range(60)]
+        (data / name).write_text("\n".join(lines) + "\n")
+    options = [
+        "--data",
+        str(tmp_path),
+        "--sets",
+        "gowalla",
+        "--cache",
+        str(tmp_path),
+        "--repeats",
+        "1",
+        "--batch",
+        "80",
+    ]
+    rows = run("bench_modes", tmp_path / "modes.csv", *options)
+    found = {(row["mode"], row["negatives"]): row for row in rows}
+    assert float(found["full", "0"]["noise"]) == 0
+    assert {mode for mode, _ in found} == {"full", "per example", "64 groups", "16 groups", "4 groups", "shared"}
+    for row in rows[1:]:
+        assert float(row["noise"]) == pytest.approx(float(row["chi2_mean"]) / float(row["negatives"]), rel=0.01)
+    # More like each query, less noise.
+    assert float(found["per example", "100"]["noise"]) < float(found["shared", "100"]["noise"])
+
+
 @pytest.mark.slow
 def test_bench_start_finds_the_cache_faster_than_the_compiler(tmp_path: Path) -> None:
     empty, filled = run("bench_start", tmp_path / "start.csv", "--repeats", "1")

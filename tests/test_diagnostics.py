@@ -164,8 +164,8 @@ def test_diagnose_reads_the_heads_own_logits_and_q(options: dict[str, Any]) -> N
             assert getattr(found, name)[b].item() == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize("negatives", ["per_example", "shared"])
-def test_rows_may_be_cut_in_chunks_and_the_ignored_are_left_out(negatives: str) -> None:
+@pytest.mark.parametrize("negatives", ["per_example", "shared", 2])
+def test_rows_may_be_cut_in_chunks_and_the_ignored_are_left_out(negatives: Any) -> None:
     head = make_head("rff", num_classes=50, negatives=negatives)
     hidden, target = queries(7), classes(7, 50)
     target[[0, 4]] = -100
@@ -175,6 +175,17 @@ def test_rows_may_be_cut_in_chunks_and_the_ignored_are_left_out(negatives: str) 
     for name in ("chi2", "kl", "tv", "lb", "bias_bound"):
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-6, atol=1e-9)
     assert gradient_bias(head, hidden, target, num_draws=2).bias.shape == (5, 3)
+
+
+def test_a_row_of_a_group_is_diagnosed_against_the_q_of_its_group() -> None:
+    head = make_head("rff", num_classes=50, negatives=2)
+    near, far = queries(3, seed=1)[:1], -queries(3, seed=1)[:1]
+    hidden = torch.cat([near, far, 1.01 * near, 1.01 * far])
+    target = classes(4, 50)
+    found = diagnose(head, hidden, target)
+    head.negatives = "shared"
+    for rows in ([0, 2], [1, 3]):
+        torch.testing.assert_close(found.chi2[rows], diagnose(head, hidden[rows], target[rows]).chi2)
 
 
 def test_all_positives_of_a_row_are_excluded() -> None:
@@ -201,8 +212,8 @@ def dense_grad(head: rf.SoftmaxHead) -> Tensor:
     return head.weight.grad.to_dense()
 
 
-@pytest.mark.parametrize("negatives", ["per_example", "shared"])
-def test_diagnosing_changes_neither_the_sampler_nor_the_head(negatives: str) -> None:
+@pytest.mark.parametrize("negatives", ["per_example", "shared", 2])
+def test_diagnosing_changes_neither_the_sampler_nor_the_head(negatives: Any) -> None:
     sampler = rf.make_sampler("orf", num_classes=50, dim=3, tau=2.0, anchor=True, block_size=4, num_features=16)
     head = make_head(sampler, num_classes=50, negatives=negatives).train()
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)

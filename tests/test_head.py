@@ -22,7 +22,7 @@ from rfsoftmax import losses
 SIGMAS = 5.0
 DIM = 6
 NUM_CLASSES = 37
-MODES = ["per_example", "shared"]
+MODES = ["per_example", "shared", 3]
 KINDS = ["softmax", "absolute", "nce"]
 
 modes = pytest.mark.parametrize("negatives", MODES)
@@ -85,6 +85,15 @@ def positives_of(target: Tensor) -> list[set[int]]:
     return [{t for t in row if t >= 0} for row in rows]
 
 
+def sets_of(head: rf.SoftmaxHead, hidden: Tensor) -> list[int]:
+    """The row of the samples that holds the negatives of each row of hidden."""
+    order, sizes = head._sets((F.normalize(hidden, dim=1) if head.normalize else hidden).detach())
+    if sizes is None:
+        return list(range(len(hidden)))
+    sets = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return torch.empty_like(sets).index_copy(0, torch.arange(len(hidden))[order], sets).tolist()
+
+
 def naive_losses(head: rf.SoftmaxHead, hidden: Tensor, target: Tensor, samples: rf.Samples | None) -> list[Tensor]:
     """For each row the losses of its positives, by loops; over all classes without samples."""
     rows = []
@@ -92,7 +101,7 @@ def naive_losses(head: rf.SoftmaxHead, hidden: Tensor, target: Tensor, samples: 
         if samples is None:
             terms = [logits[i].exp() for i in range(head.num_classes) if i not in positives]
         else:
-            at = row if len(samples.ids) > 1 or len(hidden) == 1 else 0
+            at = sets_of(head, hidden)[row]
             drawn = zip(samples.ids[at].tolist(), samples.log_q[at], strict=True)
             terms = [logits[i].exp() / (head.num_negatives * q.double().exp()) for i, q in drawn if i not in positives]
         rest = torch.stack([*terms, logits.new_zeros(())]).sum()
@@ -104,12 +113,12 @@ def naive_nce(head: rf.SoftmaxHead, hidden: Tensor, target: Tensor, samples: rf.
     logits, m = dense_logits(head, hidden), head.num_negatives
     queries = (F.normalize(hidden, dim=1) if head.normalize else hidden).detach()
     everything = torch.arange(head.num_classes)
-    if head.negatives == "shared":
-        log_q = head.sampler.log_prob(queries, everything[None], shared=True).expand(len(hidden), -1)
-    else:
-        log_q = head.sampler.log_prob(queries, everything.expand(len(hidden), -1))
+    sets = torch.tensor(sets_of(head, hidden))
+    log_q = head.sampler.log_prob(queries, everything.expand(len(hidden), -1))
+    if head.negatives != "per_example":
+        log_q = torch.cat([head.sampler.log_prob(queries[sets == k], everything[None], shared=True) for k in sets])
     odds = logits - log_q - math.log(m)
-    ids = samples.ids.expand(len(hidden), -1)
+    ids = samples.ids[sets]
     noise = torch.log(1 - torch.sigmoid(odds.gather(1, ids))).sum(1)
     return -torch.log(torch.sigmoid(odds.gather(1, target[:, None])[:, 0])) - noise
 
@@ -220,9 +229,10 @@ def test_per_example_z_is_unbiased() -> None:
     assert_unbiased_z(loss, logits, target)
 
 
-def test_shared_z_is_unbiased_in_each_row_with_its_hits_masked() -> None:
+@pytest.mark.parametrize("negatives", ["shared", 2])
+def test_shared_z_is_unbiased_in_each_row_with_its_hits_masked(negatives: Any) -> None:
     # So few classes that most sets hold a positive of some row.
-    head = make_head(num_classes=9, sampler=small_rff(), negatives="shared", reduction="none")
+    head = make_head(num_classes=9, sampler=small_rff(), negatives=negatives, reduction="none")
     hidden, target = hidden_of(4), target_of(4, num_classes=9)
     logits = dense_logits(head, hidden).detach()
     generator = seeded()
@@ -917,7 +927,9 @@ def with_bad(value: float) -> Tensor:
         ({"tau": -1.0}, "tau: expected a positive finite number, got -1.0"),
         ({"tau": math.inf}, "tau: expected a positive finite number, got inf"),
         ({"tau": math.nan}, "tau: expected a positive finite number, got nan"),
-        ({"negatives": "some"}, "negatives: expected one of ('per_example', 'shared'), got 'some'"),
+        ({"negatives": "some"}, "negatives: expected 'per_example', 'shared' or a number of groups, got 'some'"),
+        ({"negatives": 0}, "negatives: expected 'per_example', 'shared' or a number of groups, got 0"),
+        ({"negatives": True}, "negatives: expected 'per_example', 'shared' or a number of groups, got True"),
         ({"loss": "hinge"}, "loss: expected one of ('softmax', 'absolute', 'nce'), got 'hinge'"),
         ({"labels": "pick_two"}, "labels: expected one of ('pick_all', 'pick_one'), got 'pick_two'"),
         ({"reduction": "max"}, "reduction: expected one of ('mean', 'sum', 'none'), got 'max'"),

@@ -16,7 +16,19 @@ from rfsoftmax.lab.config import DEFAULTS, TASKS, Config
 from rfsoftmax.lab.sampler_options import options_of
 from test_lab_train import SMALL, write_corpus, write_points
 
-COMMANDS = ["train", "train text", "train xc", "evaluate", "predict", "diagnose", "advise", "samplers", "demo"]
+COMMANDS = [
+    "train",
+    "train text",
+    "train xc",
+    "evaluate",
+    "predict",
+    "diagnose",
+    "advise",
+    "samplers",
+    "demo",
+    "reproduce",
+    "report",
+]
 
 
 @pytest.fixture(scope="module")

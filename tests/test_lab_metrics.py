@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,10 +76,11 @@ def test_propensities_are_those_of_the_formula_and_rise_with_the_count() -> None
 
 
 def plain_logits(model: Model, hidden: torch.Tensor) -> torch.Tensor:
-    head = model.head.exact if isinstance(model.head, FullSoftmax) else model.head
+    head: Any = model.head.exact if isinstance(model.head, FullSoftmax) else model.head
     if isinstance(head, SoftmaxHead):
         return head.tau * F.normalize(hidden, dim=1) @ F.normalize(head.weight, dim=1).T
-    return head.softmax.log_prob(hidden)[:, head.rank]
+    log_p: torch.Tensor = head.softmax.log_prob(hidden)[:, head.rank]
+    return log_p
 
 
 @pytest.mark.parametrize("split", ["valid", "test"])

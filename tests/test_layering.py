@@ -88,7 +88,7 @@ def test_kernels_import_the_tree_alone() -> None:
 
 
 def test_samplers_import_neither_head_nor_losses() -> None:
-    kernels = ("kernels", "fourier_kernels", "moment_kernels", "rebuild_kernels")
+    kernels = ("kernels", "fourier_kernels", "moment_kernels", "rebuild_kernels", "uniforms")
     allowed = ("samplers", "features", "calibration", "tree", *kernels)
     for module, names in imports().items():
         if within(module, "samplers"):

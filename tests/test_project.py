@@ -99,3 +99,28 @@ def test_bench_step_checks_its_losses_and_times_all_methods_at_a_tiny_size(tmp_p
     assert of_largest == ["ours, per_example", "ours, shared"]
     assert all(float(row["milliseconds"]) > 0 for row in rows)
     assert output.with_suffix(".png").stat().st_size > 1000
+
+
+def test_bench_sharded_checks_its_bytes_and_times_both_heads_at_a_tiny_size(tmp_path: Path) -> None:
+    sizes = [
+        "--num-classes",
+        "500",
+        "--dim",
+        "8",
+        "--batch",
+        "16",
+        "--negatives",
+        "10",
+        "--repeats",
+        "1",
+        "--steps",
+        "1",
+    ]
+    output = tmp_path / "bench_sharded.csv"
+    run(sys.executable, "benchmarks/bench_sharded.py", *sizes, "--modes", "shared", "--output", str(output))
+    with output.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["work"] for row in rows] == ["one rank", "more data", "same data", "bytes alone"]
+    assert [row["num_classes"] for row in rows] == ["500", "1000", "1000", "40"]
+    assert rows[1]["bytes_sent_by_a_rank"] == rows[3]["bytes_sent_by_a_rank"] == str(8 * 16 * (8 + 3) + 16 + 20)
+    assert all(float(row["milliseconds"]) > 0 for row in rows[:3])

@@ -74,6 +74,11 @@ def test_a_padded_target_may_have_no_columns() -> None:
     assert sets_of(labels_of(torch.empty(2, 0, dtype=torch.int64), 2)) == [[], []]
 
 
+def test_indices_with_offsets_may_be_of_no_rows() -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert labels_of((nothing, nothing), 0).shape == (0, 1)
+
+
 OK = torch.tensor([1, 2])
 
 
@@ -113,6 +118,11 @@ OK = torch.tensor([1, 2])
 def test_a_bad_target_is_named_with_what_was_expected(target: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         labels_of(target, 2)
+
+
+def test_indices_of_no_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("target[0] (indices): expected none for no rows, got 2")):
+        labels_of((OK, torch.empty(0, dtype=torch.int64)), 0)
 
 
 def test_a_padded_target_is_for_a_batch_of_one_dimension() -> None:

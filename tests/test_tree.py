@@ -69,10 +69,10 @@ def exclusions(num_classes: int) -> list[list[int]]:
 
 
 def uniforms(num: int) -> Tensor:
-    """Sorted, with both ends of what a uniform can be."""
+    """Sorted but for where a row begins, with both ends of what a uniform can be."""
     u = torch.rand(BATCH, num, dtype=torch.float64, generator=seeded(5))
     u[:, 0], u[:, 1] = 0.0, MAX_UNIFORM
-    return u.sort(dim=1).values
+    return torch.stack([row.roll(turn) for turn, row in enumerate(u.sort(dim=1).values)])
 
 
 def left_to_right(made: Tree) -> Tensor:

@@ -12,6 +12,7 @@ from .features import (
 )
 from .head import SoftmaxHead
 from .losses import full_softmax_loss, nce_loss, sampled_softmax_loss
+from .optimizers import SparseAdam
 from .samplers import (
     DEFAULT_TAU,
     ExactSampler,
@@ -28,6 +29,8 @@ from .samplers import (
     UnigramSampler,
     make_sampler,
 )
+from .sharded import ShardedSoftmaxHead
+from .sharded_checkpoints import load_checkpoint, save_checkpoint
 
 __all__ = [
     "DEFAULT_TAU",
@@ -48,14 +51,18 @@ __all__ = [
     "RandomMaclaurin",
     "Sampler",
     "Samples",
+    "ShardedSoftmaxHead",
     "SoftmaxHead",
+    "SparseAdam",
     "StructuredFourier",
     "UniformSampler",
     "UnigramSampler",
     "advise",
     "advise_head",
     "full_softmax_loss",
+    "load_checkpoint",
     "make_sampler",
     "nce_loss",
     "sampled_softmax_loss",
+    "save_checkpoint",
 ]

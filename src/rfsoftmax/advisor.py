@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, final
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from . import losses
 from .diagnostics import diagnose_logits
+from .groups import like_queries, restored
 from .head import DEFAULT_SAMPLER, Negatives, SoftmaxHead
+from .optimizers import SparseAdam
 from .samplers import DEFAULT_TAU, KernelSampler, Sampler, make_sampler
 from .targets import Target, as_labels
 
@@ -141,6 +143,7 @@ def _candidates() -> list[_Candidate]:
         _Candidate("anchored orf, D 32", name, few, "per_example", math.log),
         _Candidate("anchored orf, D 128, blocks of 16", name, small, "per_example", math.log),
         _Candidate("moment", "moment", {}, "per_example", math.sqrt),
+        _Candidate("the default, 16 groups of queries", name, kernel, 16, math.log),
         _Candidate("the default, shared negatives", name, kernel, "shared", math.log),
         _Candidate("uniform", "uniform", {}, "per_example", flat),
         _Candidate("uniform, shared negatives", "uniform", {}, "shared", flat),
@@ -218,7 +221,7 @@ def _sampled_step(
     ).to(head.weight.device)
     copy.weight.data.copy_(head.weight.detach()[:num_classes])
     # A high rate: every row moves by more than a sampler's tolerance, and the time is that of the most work.
-    optimizer = torch.optim.SparseAdam(list(copy.parameters()), lr=1e-2)
+    optimizer = SparseAdam(list(copy.parameters()), lr=1e-2)
     labels = torch.where(labels < 0, -1, labels % num_classes)
 
     def step() -> None:
@@ -246,12 +249,9 @@ def _probe(head: SoftmaxHead, option: Option, candidate: _Candidate, queries: Te
         sampler.sample(some, 1)
     sampler.rebuild(weight, bias)
     sampler.eval()
-    queries, labels = queries[half:][:_MAX_CONTEXTS], labels[half:][:_MAX_CONTEXTS]
-    shared = candidate.negatives == "shared"
-    classes = torch.arange(head.num_classes, device=queries.device).unsqueeze(0)
     found = []
-    for row, row_labels in zip(queries.split(1), labels.split(1), strict=True):
-        log_q = sampler.log_prob(queries if shared else row, classes, None if shared else row_labels, shared)
+    log_qs = _log_q_of_rows(sampler, candidate.negatives, queries[half:], labels[half:])
+    for row, row_labels, log_q in zip(queries[half:].split(1), labels[half:].split(1), log_qs, strict=False):
         chunks = losses.logit_chunks(row.double(), head.weight, **head._logit_kind)
         logits = torch.cat([some for _, some in chunks], 1)
         found.append(float(diagnose_logits(logits, log_q, row_labels, num_negatives=m, max_grad=0.0).chi2))
@@ -260,6 +260,19 @@ def _probe(head: SoftmaxHead, option: Option, candidate: _Candidate, queries: Te
         gain = sampler.calibration.chi2_of_double / max(sampler.calibration.chi2, 1e-12)
         remark = f"nu {sampler.calibration.nu:.3g}; twice the D: {gain:.0%} of its chi2"
     return replace(option, chi2=chi2, error=math.sqrt(max(chi2, 0.0) / m), remark=remark)
+
+
+def _log_q_of_rows(sampler: Sampler, negatives: Negatives, queries: Tensor, labels: Tensor) -> Iterator[Tensor]:
+    """log q of all classes, (1, n), of each of the first rows; a set of negatives is one for all queries like it."""
+    classes = torch.arange(sampler.num_classes, device=queries.device).unsqueeze(0)
+    if negatives == "per_example":
+        for row, row_labels in zip(queries[:_MAX_CONTEXTS].split(1), labels.split(1), strict=False):
+            yield sampler.log_prob(row, classes, row_labels)
+        return
+    order, sizes = like_queries(queries, 1 if negatives == "shared" else int(negatives))
+    of_sets = [sampler.log_prob(some, classes, shared=True) for some in queries[order].split(sizes)]
+    sets = restored(losses.repeated(torch.arange(len(sizes)), sizes), order.cpu())
+    yield from (of_sets[k] for k in sets[:_MAX_CONTEXTS].tolist())
 
 
 def _code(head: SoftmaxHead, num_classes: int, candidate: _Candidate, m: int) -> str:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from . import losses
+from .groups import restored
 from .head import SoftmaxHead
-from .samplers.base import Samples, check_ids
+from .samplers.base import check_ids
 from .targets import Target, as_labels
 
 _MAX_ELEMENTS = 2**22
@@ -138,32 +139,39 @@ def diagnose(
     by default of the gradient by the query, tau c_i. With several labels the bounds are those of the row's loss: they
     are summed over the labels, or averaged for labels="pick_one".
 
-    A head with negatives="shared" draws from one q for the whole batch over all classes and masks a row's positives: a
-    draw that adds 0 to Z'. So q is not renormalised over the negatives; p_t = 0 and q_t > 0 count in chi2, KL and TV.
+    A head with negatives="shared", or of groups, draws from one q for the batch, or group, over all classes and masks a
+    row's positives: a draw that adds 0 to Z'. So q is not renormalised over the negatives; p_t = 0 and q_t > 0 count in
+    chi2, KL and TV.
     """
     queries, labels = _rows(head, hidden, target)
     num_negatives = head.num_negatives if num_negatives is None else num_negatives
     max_grad = _largest_coordinate(head, max_elements) if max_grad is None else max_grad
     classes = torch.arange(head.num_classes, device=queries.device).unsqueeze(0)
-    shared = head.negatives == "shared"
-    shared_log_q = head.sampler.log_prob(queries, classes, shared=True) if shared else None
+    order, sizes = head._sets(queries)
+    queries, labels = queries[order], labels[order]
+    of_sets = [head.sampler.log_prob(some, classes, shared=True) for some in queries.split(sizes)] if sizes else []
+    sets = iter(losses.repeated(torch.arange(len(of_sets)), sizes).tolist())
     step = max(1, max_elements // head.num_classes)
     parts = []
     for some, some_labels in zip(queries.split(step), labels.split(step), strict=True):
         chunks = losses.logit_chunks(some.double(), head.weight, **head._logit_kind)
         ids = classes.expand(len(some), -1)
-        log_q = head.sampler.log_prob(some, ids, exclude=some_labels) if shared_log_q is None else shared_log_q
+        if sizes is None:
+            log_q = head.sampler.log_prob(some, ids, exclude=some_labels)
+        else:
+            log_q = torch.cat([of_sets[next(sets)] for _ in some])
         parts.append(
             diagnose_logits(
                 torch.cat([logits for _, logits in chunks], dim=1),
-                log_q.expand(len(some), -1),
+                log_q,
                 some_labels,
                 num_negatives=num_negatives,
                 max_grad=max_grad,
                 labels=head.labels,
             )
         )
-    return Diagnosis(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Diagnosis)))
+    found = (torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Diagnosis))
+    return Diagnosis(*(restored(values, order) for values in found))
 
 
 def diagnose_logits(
@@ -248,16 +256,15 @@ def gradient_bias(
     """
     _require(num_draws >= 2, "num_draws", "at least 2", num_draws)
     queries, labels = _rows(head, hidden, target)
-    gradient = _query_gradients(head, queries, labels, None)
+    gradient = _exact_gradients(head, queries, labels)
     total, squares = torch.zeros_like(gradient), torch.zeros_like(gradient)
-    # A shared set is drawn for the batch as it is; rows with their own negatives may be repeated instead.
-    most = 1 if head.negatives == "shared" else max(1, max_elements // (queries.numel() * head.num_negatives))
+    # Shared sets are drawn for the batch as it is; rows with their own negatives may be repeated instead.
+    most = 1 if head.negatives != "per_example" else max(1, max_elements // (queries.numel() * head.num_negatives))
     with _evaluating(head.sampler):
         for first in range(0, num_draws, most):
             times = min(most, num_draws - first)
             rows, their_labels = queries.repeat(times, 1), labels.repeat(times, 1)
-            samples = head._draw(rows, their_labels, generator)
-            sampled = _query_gradients(head, rows, their_labels, samples)
+            sampled = _sampled_gradients(head, rows, their_labels, generator)
             deviation = sampled.view(times, *gradient.shape) - gradient
             total += deviation.sum(0)
             squares += deviation.square().sum(0)
@@ -316,17 +323,26 @@ def _rows(head: SoftmaxHead, hidden: Tensor, target: Target) -> tuple[Tensor, Te
     return queries[kept], labels[kept]
 
 
-def _query_gradients(head: SoftmaxHead, queries: Tensor, labels: Tensor, samples: Samples | None) -> Tensor:
-    """The gradients (N, d), float64, of each row's own loss by its query: over samples, or exact for None."""
-    weight, kind, rows = head.weight.detach(), head._logit_kind, queries.double().requires_grad_()
+def _exact_gradients(head: SoftmaxHead, queries: Tensor, labels: Tensor) -> Tensor:
+    """The gradients (N, d), float64, of each row's own exact loss by its query."""
+    weight, rows = head.weight.detach(), queries.double().requires_grad_()
     with torch.enable_grad():
-        if samples is None:
-            loss = losses.full_softmax_loss(rows, weight, labels, labels=head.labels, reduction="none", **kind)
-        else:
-            target_logits, negative_logits = head._logits(rows, labels, labels, samples.ids)
-            each = losses.sampled_softmax_loss(target_logits, negative_logits, samples.log_q, reduction="none")
-            loss = losses.reduce_labels(each, labels >= 0, head.labels)
+        loss = losses.full_softmax_loss(rows, weight, labels, labels=head.labels, reduction="none", **head._logit_kind)
         return torch.autograd.grad(loss.sum(), rows)[0]
+
+
+def _sampled_gradients(head: SoftmaxHead, queries: Tensor, labels: Tensor, generator: Generator | None) -> Tensor:
+    """The same over negatives drawn as in training."""
+    order, sizes = head._sets(queries)
+    queries, labels = queries[order], labels[order]
+    samples = head._draw(queries, labels, sizes, generator)
+    rows = queries.double().requires_grad_()
+    with torch.enable_grad():
+        logits = head._logits(rows, labels, labels, samples.ids, sizes)
+        each = losses.sampled_softmax_loss(*logits, losses.repeated(samples.log_q, sizes), reduction="none")
+        loss = losses.reduce_labels(each, labels >= 0, head.labels)
+        found = torch.autograd.grad(loss.sum(), rows)[0]
+    return restored(found, order)
 
 
 def _largest_coordinate(head: SoftmaxHead, max_elements: int) -> float:

@@ -16,6 +16,7 @@ from .kernels import (
     MAX_LOG_FACTOR,
     _arrays,
     _draw,
+    _prefetch,
     compiled,
     dot,
     leaf_arrays,
@@ -72,27 +73,35 @@ def query(tree: Tree, hidden: Tensor, excluded: Tensor, fourier: Fourier) -> Que
     return made
 
 
-def draw(
-    tree: Tree,
-    hidden: Tensor,
-    excluded: Tensor,
-    fourier: Fourier,
-    position: Tensor,
-    order: Tensor,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """`kernels.draw` for `query` in one call, of classes.
+class Plan:
+    """All that a draw reads beside its queries, as numba takes it: gathering it anew takes longer than a small draw.
 
-    Here excluded (B, E) are classes; `position` (n + 1,) and `order` (n,) lead from them to positions and back.
+    It shares the memory of the tensors, so updates show; whoever replaces one of them makes another plan. A copy or a
+    pickle of it is None.
     """
+
+    def __init__(self, tree: Tree, fourier: Fourier, position: Tensor, order: Tensor) -> None:
+        self.address = tree.sums.data_ptr()  # by which it is known whether the tree is still the same
+        self.source = fourier.arrays()
+        self.places = (position.numpy(), order.numpy())
+        self.nodes = (tree.sums.numpy(), tree.weights.numpy(), tree.counts.numpy())
+        self.leaves = leaf_arrays(tree)
+        self.settings = fourier.settings
+        self.path_cost, self.class_cost = path_cost(tree), _class_cost(fourier)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def draw(plan: Plan, hidden: Tensor, excluded: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """`kernels.draw` for `query` in one call, of classes; here excluded (B, E) are classes too."""
     ids = torch.empty(uniforms.shape, dtype=torch.int64)
     log_q = torch.empty(uniforms.shape, dtype=torch.float64)
-    source = (hidden.contiguous().numpy(), *fourier.arrays())
-    classes = (excluded.contiguous().numpy(), position.numpy(), order.numpy())
-    nodes = (tree.sums.numpy(), tree.weights.numpy(), tree.counts.numpy())
-    leaves = leaf_arrays(tree)
-    u, i, q, settings = uniforms.numpy(), ids.numpy(), log_q.numpy(), fourier.settings
-    cost = _query_cost(fourier, excluded) + u.shape[1] * path_cost(tree)
+    source = (hidden.contiguous().numpy(), *plan.source)
+    classes = (excluded.contiguous().numpy(), *plan.places)
+    nodes, leaves, settings = plan.nodes, plan.leaves, plan.settings
+    u, i, q = uniforms.numpy(), ids.numpy(), log_q.numpy()
+    cost = (1 + excluded.shape[1]) * plan.class_cost + u.shape[1] * plan.path_cost
     spread(lambda a, b: _query_and_draw(source, classes, nodes, leaves, settings, u, i, q, a, b), len(u), cost)
     return ids, log_q
 
@@ -126,13 +135,14 @@ def _query_cost(fourier: Fourier, excluded: Tensor) -> int:
 def _cos_sin(angles: np.ndarray, cosines: np.ndarray, sines: np.ndarray, scale: float) -> None:
     """scale x cos and sin of angles, exact to their own type and vectorised: series about multiples of pi/2."""
     one = cosines.dtype.type(1.0)
+    first = 3 if cosines.itemsize == 4 else 0  # terms below the rounding of float32
     for i in range(angles.shape[0]):
         angle = np.float64(angles[i])
         turns = np.rint(angle * (2 / np.pi))
         x = cosines.dtype.type(angle - turns * 1.5707963267341256 - turns * 6.077100506506192e-11)
         y = x * x
         s, c = one, one
-        for k in range(9):
+        for k in range(first, 9):
             s = one - s * y * cosines.dtype.type(_SINE_TERMS[k])
             c = one - c * y * cosines.dtype.type(_COSINE_TERMS[k])
         s *= x
@@ -245,6 +255,10 @@ def _update(
     for k in range(start, stop):
         leaf, weight = leaves[edges[k]], 0.0
         total[:] = 0.0
+        if k + 1 < stop:  # on their way while this leaf is made
+            _prefetch(sums, leaves[edges[k + 1]], leaves[edges[k + 1]] + 1)
+            for i in range(edges[k + 1], edges[k + 2]):
+                _prefetch(rows, positions[i], positions[i] + 1)
         for i in range(edges[k], edges[k + 1]):
             position = positions[i]
             _angles(frequencies, rows[position], new_rows[i], angles[0], angles[1])

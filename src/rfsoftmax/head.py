@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from . import logit_kernels, losses
+from .groups import like_queries, restored
 from .samplers import DEFAULT_TAU, InBatchSampler, Sampler, Samples, make_sampler
 from .samplers.anchor import AnchoredSampler
 from .samplers.base import check_ids, check_matrix
 from .targets import Target, as_labels
 
-Negatives = Literal["per_example", "shared"]
+Negatives = Literal["per_example", "shared"] | int
 Loss = Literal["softmax", "absolute", "nce"]
 Labels = Literal["pick_all", "pick_one"]
 Reduction = Literal["mean", "sum", "none"]
@@ -56,7 +57,8 @@ class SoftmaxHead(nn.Module):
     - `bias` adds a learned b_i, 0 at first, to a class's logit. Samplers with an anchor follow it exactly.
     - `normalize` gives h and c_i unit length, as the paper does. tau is then the inverse temperature.
     - `negatives`: "per_example" draws m for each row; "shared" one set of m for the whole batch, which makes the logits
-      one matrix product, with the row's own positives masked.
+      one matrix product, with the row's own positives masked; a number G a set for each of G groups of like rows,
+      which lies in between, in cost and in how well the set suits a row.
     - `loss`: "softmax", "absolute" (logits |o_i|, for the quadratic kernel) or "nce" (noise-contrastive estimation).
     - `labels`: for multi-label targets, "pick_all" sums the losses of a row's positives, "pick_one" trains on one
       drawn at random. All positives are kept out of the negatives.
@@ -92,16 +94,10 @@ class SoftmaxHead(nn.Module):
         super().__init__()
         if dim < 1:
             raise ValueError(f"dim: expected at least 1, got {dim}")
-        if num_classes < 2:
-            raise ValueError(f"num_classes: expected at least 2, got {num_classes}")
-        if num_negatives is None:
-            num_negatives = min(100, num_classes - 1)
-        if not 1 <= num_negatives < num_classes:
-            need = f"1 to {num_classes - 1}, fewer than the classes (else use the full softmax)"
-            raise ValueError(f"num_negatives: expected {need}, got {num_negatives}")
+        num_negatives = checked_num_negatives(num_negatives, num_classes)
         if not 0 < tau < math.inf:
             raise ValueError(f"tau: expected a positive finite number, got {tau}")
-        _check_choice("negatives", negatives, Negatives)
+        _check_negatives(negatives)
         _check_choice("loss", loss, Loss)
         _check_choice("labels", labels, Labels)
         _check_choice("reduction", reduction, Reduction)
@@ -129,11 +125,7 @@ class SoftmaxHead(nn.Module):
         if sampler is None or isinstance(sampler, str):
             options: dict[str, Any] = {"name": sampler} if sampler else DEFAULT_SAMPLER
             sampler = make_sampler(**options, num_classes=num_classes, dim=dim, tau=tau, absolute=loss == "absolute")
-        if sampler.num_classes not in (0, num_classes):
-            raise ValueError(f"sampler: expected one for {num_classes} classes, got one for {sampler.num_classes}")
-        if isinstance(sampler, AnchoredSampler) and sampler.dim != dim:
-            raise ValueError(f"sampler: expected one of dim {dim}, got one of dim {sampler.dim}")
-        self.sampler = sampler
+        self.sampler = checked_sampler(sampler, num_classes, dim)
         # What the sampler has not seen yet: forwards whose rows may have moved since.
         self._visits: list[_Visit] = []
         self._forwards = 0  # since the last rebuild
@@ -228,46 +220,68 @@ class SoftmaxHead(nn.Module):
     def _sampled_loss(self, queries: Tensor, labels: Tensor, generator: Generator | None) -> Tensor:
         """(N,) losses over sampled negatives, for labels (N, P) with at least one in each row."""
         self._freshen()
+        order, sizes = self._sets(queries.detach())
+        return restored(self._loss_of_sets(queries[order], labels[order], sizes, generator), order)
+
+    def _sets(self, queries: Tensor) -> tuple[Tensor | slice, list[int] | None]:
+        """An order of queries (N, d), and how many in it share a set of negatives; None if each has its own."""
+        if self.negatives == "per_example":
+            return slice(None), None
+        if self.negatives == "shared":
+            return slice(None), [len(queries)]
+        return like_queries(queries, self.negatives)
+
+    def _loss_of_sets(
+        self, queries: Tensor, labels: Tensor, sizes: list[int] | None, generator: Generator | None
+    ) -> Tensor:
+        """The losses (N,) where each row has negatives of its own, or, with sizes, so many one after another a set."""
         targets = labels if self.labels == "pick_all" else _pick_one(labels, generator)
         if self.loss == "nce" and targets.shape[1] > 1:
             raise ValueError("target: expected one class a row with loss='nce' and labels='pick_all', got several")
-        samples = self._draw(queries, labels, generator)
+        samples = self._draw(queries, labels, sizes, generator)
         self._touch(samples.ids, labels)
-        target_logits, negative_logits = self._logits(queries, labels, targets, samples.ids)
+        target_logits, negative_logits = self._logits(queries, labels, targets, samples.ids, sizes)
+        log_q = losses.repeated(samples.log_q, sizes)
         if self.loss == "nce":
-            shared = self.negatives == "shared"
-            ids = targets.T if shared else targets
-            target_log_q = self.sampler.log_prob(queries.detach(), ids, shared=shared).view(-1)
-            return losses.nce_loss(target_logits[:, 0], negative_logits, target_log_q, samples.log_q, reduction="none")
-        loss = losses.sampled_softmax_loss(target_logits, negative_logits, samples.log_q, reduction="none")
+            target_log_q = self._target_log_q(queries.detach(), targets, sizes)
+            return losses.nce_loss(target_logits[:, 0], negative_logits, target_log_q, log_q, reduction="none")
+        loss = losses.sampled_softmax_loss(target_logits, negative_logits, log_q, reduction="none")
         return losses.reduce_labels(loss, targets >= 0, "pick_all")
 
-    def _logits(self, queries: Tensor, labels: Tensor, targets: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _target_log_q(self, queries: Tensor, targets: Tensor, sizes: list[int] | None) -> Tensor:
+        """log q (N,) of targets (N, 1) under the distribution that their negatives are from."""
+        if sizes is None:
+            return self.sampler.log_prob(queries, targets).view(-1)
+        sets = zip(queries.split(sizes), targets.split(sizes), strict=True)
+        return torch.cat([self.sampler.log_prob(some, own.T, shared=True).view(-1) for some, own in sets])
+
+    def _logits(
+        self, queries: Tensor, labels: Tensor, targets: Tensor, ids: Tensor, sizes: list[int] | None
+    ) -> tuple[Tensor, Tensor]:
         """Logits (N, P) of targets and (N, m) of the negatives ids, where a shared one that is a label has -inf."""
         kind = {**self._logit_kind, "sparse": self.sparse}
         # Padding stands for another label of its row: what nothing touches gets no gradient, not even one of 0.
         targets = torch.where(targets < 0, targets.amax(1, keepdim=True), targets)
         gathered = logit_kernels if logit_kernels.suits(queries, self.weight) else losses
-        if self.negatives == "per_example":
+        if sizes is None:
             both = gathered.gathered_logits(queries, self.weight, torch.cat([targets, ids], 1), **kind)
             return both[:, : targets.shape[1]], both[:, targets.shape[1] :]
         target_logits = gathered.gathered_logits(queries, self.weight, targets, **kind)
-        negative_logits = losses.shared_logits(queries, self.weight, ids[0], **kind)
+        negative_logits = losses.shared_logits(queries, self.weight, ids, sizes=sizes, **kind)
         if self.loss == "nce":
             return target_logits, negative_logits
-        hits = (labels.unsqueeze(-1) == ids).any(1)
+        hits = (labels.unsqueeze(-1) == losses.repeated(ids, sizes).unsqueeze(1)).any(1)
         return target_logits, negative_logits.masked_fill(hits, -torch.inf)
 
-    def _draw(self, queries: Tensor, labels: Tensor, generator: Generator | None) -> Samples:
-        shared = self.negatives == "shared"
-        if shared or self.loss == "nce":
+    def _draw(self, queries: Tensor, labels: Tensor, sizes: list[int] | None, generator: Generator | None) -> Samples:
+        if sizes is not None or self.loss == "nce":
             # No label is kept out of a shared set, nor of NCE's noise, whose odds are against q over all classes.
             if isinstance(self.sampler, InBatchSampler) and self.sampler.training:
                 self.sampler.observe(labels)
-            labels = labels[: 1 if shared else None, :0]
+            labels = labels[: None if sizes is None else 1, :0]
         elif labels.shape[1] >= self.num_classes and bool(((labels >= 0).sum(1) >= self.num_classes).any()):
             raise ValueError(f"target: expected a class left for a negative in each row, got all {self.num_classes}")
-        return self.sampler._sample(queries.detach(), self.num_negatives, labels, generator, shared)
+        return self.sampler._sample(queries.detach(), self.num_negatives, labels, generator, sizes)
 
     def _freshen(self) -> None:
         """Let the sampler see the rows that changed since its last look."""
@@ -280,8 +294,9 @@ class SoftmaxHead(nn.Module):
             self.rebuild()
         elif len(self._visits) >= self.update_every and (num_moved := self._num_moved()):
             with torch.inference_mode(False), torch.no_grad():
-                ids = torch.cat([visit.ids.to(self.weight.device) for visit in self._visits[:num_moved]]).unique()
-                rows = self.weight[ids]
+                ids = torch.cat([visit.ids.to(self.weight.device) for visit in self._visits[:num_moved]])
+                ids = self.sampler._stale(ids, self.weight, self.bias, self.normalize).unique()
+                rows = F.embedding(ids, self.weight)
                 _check_rows(rows, ids)
                 bias = None if self.bias is None else self.bias[ids]
                 self.sampler.update(ids, F.normalize(rows, dim=1) if self.normalize else rows, bias)
@@ -328,6 +343,27 @@ class SoftmaxHead(nn.Module):
         self._stale = self._stale or misfit is None
 
 
+def checked_num_negatives(num_negatives: int | None, num_classes: int) -> int:
+    """num_negatives, or its default, if it is one for so many classes."""
+    if num_classes < 2:
+        raise ValueError(f"num_classes: expected at least 2, got {num_classes}")
+    if num_negatives is None:
+        return min(100, num_classes - 1)
+    if not 1 <= num_negatives < num_classes:
+        need = f"1 to {num_classes - 1}, fewer than the classes (else use the full softmax)"
+        raise ValueError(f"num_negatives: expected {need}, got {num_negatives}")
+    return num_negatives
+
+
+def checked_sampler(sampler: Sampler, num_classes: int, dim: int) -> Sampler:
+    """The sampler, if it is one for so many classes of this dim."""
+    if sampler.num_classes not in (0, num_classes):
+        raise ValueError(f"sampler: expected one for {num_classes} classes, got one for {sampler.num_classes}")
+    if isinstance(sampler, AnchoredSampler) and sampler.dim != dim:
+        raise ValueError(f"sampler: expected one of dim {dim}, got one of dim {sampler.dim}")
+    return sampler
+
+
 def _pick_one(labels: Tensor, generator: Generator | None) -> Tensor:
     """One of the labels of each row, (N, 1), all equally likely."""
     return labels.gather(1, torch.multinomial((labels >= 0).float(), 1, generator=generator))
@@ -343,6 +379,12 @@ def _fits(own: Any, saved: Any) -> bool:
 def _check_rows(rows: Tensor, ids: Tensor) -> None:
     if not torch.isfinite(rows.sum()) and bool((bad := ~torch.isfinite(rows).all(1)).any()):
         raise ValueError(f"weight: expected finite values, got NaN or inf in row {int(ids[bad][0])}")
+
+
+def _check_negatives(negatives: Negatives) -> None:
+    is_number = isinstance(negatives, int) and not isinstance(negatives, bool) and negatives >= 1
+    if negatives not in ("per_example", "shared") and not is_number:
+        raise ValueError(f"negatives: expected 'per_example', 'shared' or a number of groups, got {negatives!r}")
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:

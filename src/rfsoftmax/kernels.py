@@ -1,7 +1,8 @@
 """The functions of `tree.py` for CPU tensors, compiled by numba: same signatures, same results.
 
 A kernel scores a node once per query, however many samples pass through it: the samples of one query that go left are
-a prefix of its sorted uniforms, so the walk carries ranges of samples instead of samples. Kernels own no random state
+a prefix of its sorted uniforms, so the walk carries ranges of samples instead of samples. Uniforms that are sorted but
+for where they begin will do (`unturned`), and the samples come out in their order. Kernels own no random state
 and release the GIL; queries (or columns, for updates) are spread over threads of our own, as numba's own threads
 clash with torch's.
 """
@@ -11,7 +12,7 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from .tree import LEAF_ABSOLUTE, LEAF_QUADRATIC, MAX_UNIFORM, MIN_MASS, MIN_SHARE, Query, Tree
 
 # Reassociation lets dot products use vector instructions; the flags that assume no NaN and no inf stay off.
-compiled = functools.partial(njit, cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+compiled = functools.partial(njit, cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 inlined = functools.partial(compiled, inline="always")
 # A class that has grown since the rebuild counts for at most this much more than the largest then, lest sums overflow.
 MAX_LOG_FACTOR = 60.0
@@ -38,6 +39,19 @@ _LEAST_PRODUCT = 1e-200
 _LEAST_KEPT = 0.2
 # Nodes visited at once on a level: enough to hide the latency of memory, few enough for the cache.
 _GROUP = 512
+# Rows on their way to the cache ahead of the one in use.
+_AHEAD = 8
+_NORMALIZE_EPS = 1e-12  # the default of F.normalize
+# Bytes of sums on their way at once, ahead of the node that is scored; at least two nodes.
+_FETCHED = 4096
+
+
+class Limits(NamedTuple):
+    """How far a class may move before it is given to the sampler again: tau |c' - c| + |b' - b| <= tolerance."""
+
+    tau: float
+    tolerance: float
+    normalize: bool
 
 
 def shifts(tree: Tree, positions: Tensor, rows: Tensor) -> Tensor:
@@ -45,6 +59,23 @@ def shifts(tree: Tree, positions: Tensor, rows: Tensor) -> Tensor:
     old, places, new, out = row_array(tree.rows), positions.numpy(), row_array(rows), found.numpy()
     spread(lambda a, b: _shifts(old, places, new, out, a, b), len(rows), rows.shape[1])
     return found
+
+
+def stale(
+    tree: Tree, ids: Tensor, positions: Tensor, weight: Tensor, bias: tuple[Tensor, Tensor] | None, limits: Limits
+) -> Tensor:
+    """Those of ids (k,) whose logit may have moved by more than the limit, by weight (n, d), the tree's rows and both
+    biases (n,), new by id and old by position; `positions` (n + 1,) has the position of each id.
+
+    What is not finite counts as moved: it is for others to raise.
+    """
+    chosen = torch.empty(len(ids), dtype=torch.bool)
+    none = torch.zeros(0, dtype=tree.offsets.dtype)
+    new_bias, old_bias = (t.detach().contiguous().numpy() for t in bias or (none, none))
+    source = (weight.detach().contiguous().numpy(), row_array(tree.rows), new_bias, old_bias)
+    places, i, out = positions.numpy(), ids.numpy(), chosen.numpy()
+    spread(lambda a, b: _stale(source, i, places, limits, out, a, b), len(ids), 3 * weight.shape[1])
+    return ids[chosen]
 
 
 def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
@@ -151,6 +182,19 @@ def _prefetch(array: np.ndarray, first: int, last: int) -> None:
 
 
 @compiled
+def _prefetch_number(array: np.ndarray, i: int) -> None:
+    _prefetch_line(np.uintp(array.ctypes.data + array.itemsize * i))
+
+
+@compiled
+def _prefetch_columns(array: np.ndarray, row: int, start: int, stop: int) -> None:
+    """Have columns start..stop of a row on their way to the cache."""
+    first = array.ctypes.data + row * array.itemsize * array.shape[1]
+    for offset in range(start * array.itemsize, stop * array.itemsize, 64):
+        _prefetch_line(np.uintp(first + offset))
+
+
+@compiled
 def dot(x: np.ndarray, y: np.ndarray) -> float:
     # A zero of their own type, so that the loop keeps all its elements and whole vectors.
     total = number(x[0]) - number(x[0])
@@ -180,6 +224,37 @@ def _shifts(old: np.ndarray, positions: np.ndarray, new: np.ndarray, out: np.nda
 
 
 @compiled
+def _stale(
+    source: tuple[np.ndarray, ...],
+    ids: np.ndarray,
+    positions: np.ndarray,
+    limits: Limits,
+    out: np.ndarray,
+    start: int,
+    stop: int,
+) -> None:
+    weight, rows, new_bias, old_bias = source
+    for k in range(start, stop):
+        if k + 2 * _AHEAD < stop:
+            _prefetch_number(positions, ids[k + 2 * _AHEAD])
+        if k + _AHEAD < stop:
+            following = ids[k + _AHEAD]
+            _prefetch(weight, following, following + 1)
+            _prefetch(rows, positions[following], positions[following] + 1)
+        new, old = weight[ids[k]], rows[positions[ids[k]]]
+        scale = 1 / max(np.sqrt(dot(new, new)), _NORMALIZE_EPS) if limits.normalize else 1.0
+        scale = weight.dtype.type(scale)
+        total = new[0] - new[0]
+        for j in range(new.shape[0]):
+            step = scale * new[j] - number(old[j])
+            total += step * step
+        moved = limits.tau * np.sqrt(total)
+        if new_bias.shape[0]:
+            moved += abs(new_bias[ids[k]] - old_bias[positions[ids[k]]])
+        out[k] = not moved <= limits.tolerance
+
+
+@compiled
 def _add(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, psi: np.ndarray, weight: np.ndarray) -> None:
     for i in range(leaves.shape[0]):
         target, source = sums[leaves[i]], psi[i]
@@ -198,7 +273,11 @@ def _renew(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, start: int
         kept = 0
         here = np.searchsorted(nodes[:count], 2 << level)
         merged = np.concatenate((nodes[here:count] >> 1, nodes[:here]))
-        for node in merged:
+        for i in range(merged.shape[0]):
+            node = merged[i]
+            if i + _AHEAD < merged.shape[0] and merged[i + _AHEAD] < blocks:
+                _prefetch_columns(sums, 2 * merged[i + _AHEAD], start, stop)
+                _prefetch_columns(sums, 2 * merged[i + _AHEAD] + 1, start, stop)
             if kept and nodes[kept - 1] == node:
                 continue
             nodes[kept] = node
@@ -233,6 +312,29 @@ def _exp(x: np.ndarray, largest: float, out: np.ndarray, size: int) -> None:
         for k in range(13):
             z = 1.0 + z * y * _EXP_TERMS[k]
         out[i] = z * _float_of_bits((np.int64(whole) + 1023) << 52)
+
+
+@inlined
+def unturned(uniforms: np.ndarray, out: np.ndarray) -> int:
+    """out (m,) gets uniforms (m,), sorted but for where they begin, sorted; returns the place of the least."""
+    num, turn = uniforms.shape[0], 0
+    for i in range(1, num):
+        if uniforms[i] < uniforms[i - 1]:
+            turn = i
+    for i in range(num):
+        out[i] = uniforms[turned(i, turn, num)]
+    return turn
+
+
+@inlined
+def turned(i: int, turn: int, num: int) -> int:
+    return i + turn if i + turn < num else i + turn - num
+
+
+@inlined
+def _cancels(difference: float, scored: float) -> bool:
+    """Whether a score by subtraction from `scored` may have lost too much to rounding."""
+    return difference < _LEAST_KEPT * scored or scored <= 0.0
 
 
 @inlined
@@ -301,6 +403,8 @@ def _block_logits(
     for k in range(size):
         if ahead != 0:
             _prefetch(rows, start + ahead + k, start + ahead + k + 1)
+            if k % 16 == 0:
+                _prefetch_number(offsets, start + ahead + k)
         score = np.float64(dot(queries[b], rows[start + k]))
         if leaf_rule == LEAF_ABSOLUTE:
             score = abs(score)
@@ -332,11 +436,11 @@ def _draw(
     stop: int,
 ) -> None:
     """Level by level for a group of queries: their walks do not wait for one another's memory."""
-    phi, excluded, sums, block_size = state[0], state[3], state[6], state[11]
+    phi, excluded, sums, weights, block_size = state[0], state[3], state[6], state[7], state[11]
     blocks, num = sums.shape[0] // 2, uniforms.shape[1]
     group = min(stop - start, max(1, _GROUP // num))
-    room = group * num
-    u, score_left = np.empty((group, num)), np.empty(room)
+    room, ahead = group * num, max(2, _FETCHED // (sums.shape[1] * sums.itemsize))
+    u, turns, score_left = np.empty((group, num)), np.empty(group, np.int64), np.empty(room)
     leaves, leaf_levels = np.empty((group, excluded.shape[1]), np.int64), np.empty((group, excluded.shape[1]), np.int64)
     # Nodes and the range of samples that pass through them: this level and the next in turn in the two halves, and in
     # the third part the leaves where walks have ended. A node's probability is path x exp(log_path): one log a path,
@@ -349,7 +453,7 @@ def _draw(
     for low in range(start, stop, group):
         here, there, count, level, done = 0, room, min(group, stop - low), 0, 2 * room
         for i in range(count):
-            u[i] = uniforms[low + i]
+            turns[i] = unturned(uniforms[low + i], u[i])
             _mark_excluded(excluded[low + i], blocks, block_size, leaves[i], leaf_levels[i])
             score = np.float64(dot(phi[low + i], sums[1]))
             k = i if blocks > 1 else done + i
@@ -360,15 +464,18 @@ def _draw(
         while count:
             level += 1
             for i in range(count):
-                if i + 2 < count:  # on its way while this node and the next are scored
-                    _prefetch(sums, 2 * nodes[here + i + 2], 2 * nodes[here + i + 2] + 1)
+                if i + ahead < count:  # on its way while this node and the next are scored
+                    _prefetch(sums, 2 * nodes[here + i + ahead], 2 * nodes[here + i + ahead] + 1)
+                    _prefetch_number(weights, 2 * nodes[here + i + ahead])
                 score_left[i] = dot(phi[low + queries[here + i]], sums[2 * nodes[here + i]])
+                if _cancels(scores[here + i] - score_left[i], scoreds[here + i]):
+                    _prefetch(sums, 2 * nodes[here + i] + 1, 2 * nodes[here + i] + 2)
             kept = there
             for i in range(here, here + count):
                 query, node, first, last, path = queries[i], nodes[i], firsts[i], lasts[i], paths[i]
                 of_left = score_left[i - here]
                 of_right, scored = scores[i] - of_left, scoreds[i]
-                if of_right < _LEAST_KEPT * scored or scored <= 0.0:
+                if _cancels(of_right, scored):
                     of_right = np.float64(dot(phi[low + query], sums[2 * node + 1]))
                     scored = of_right
                 left, right = _floored(node, level, of_left, of_right, low + query, query, leaves, leaf_levels, state)
@@ -413,8 +520,9 @@ def _draw(
                 while k < end and u[query, j] * total >= cdf:
                     k += 1
                     cdf += masses[k]
-                positions[b, j] = block * block_size + k
-                log_q[b, j] = log_path + logits[k]
+                place = turned(j, turns[query], num)
+                positions[b, place] = block * block_size + k
+                log_q[b, place] = log_path + logits[k]
 
 
 @compiled

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .kernels import compiled, dot, spread
+from .kernels import _prefetch, compiled, dot, inlined, spread
 from .losses import _NORMALIZE_EPS, _gathered
+
+# Class rows on their way to the cache ahead of the one in use.
+_AHEAD = 8
 
 
 def suits(hidden: Tensor, weight: Tensor) -> bool:
@@ -87,6 +90,15 @@ def _weight_gradient(arrays: tuple[np.ndarray, ...], normalize: bool) -> tuple[T
     return torch.from_numpy(classes), torch.from_numpy(rows)
 
 
+@inlined
+def _fetch(weight: np.ndarray, ids: np.ndarray, b: int, p: int, stop: int) -> None:
+    """Have the row of ids[b, p] on its way; p may lie beyond the end of row b of ids."""
+    if p >= ids.shape[1]:
+        b, p = b + 1, p - ids.shape[1]
+    if b < stop and p < ids.shape[1]:
+        _prefetch(weight, ids[b, p], ids[b, p] + 1)
+
+
 @compiled
 def _forward(
     queries: np.ndarray,
@@ -100,6 +112,7 @@ def _forward(
 ) -> None:
     for b in range(start, stop):
         for p in range(ids.shape[1]):
+            _fetch(weight, ids, b, p + _AHEAD, stop)
             row = weight[ids[b, p]]
             dots[b, p] = dot(queries[b], row)
             if normalize:
@@ -114,6 +127,7 @@ def _query_gradient(arrays: tuple[np.ndarray, ...], normalize: bool, out: np.nda
         total = out[b]
         total[:] = 0.0
         for p in range(ids.shape[1]):
+            _fetch(weight, ids, b, p + _AHEAD, stop)
             row, factor = weight[ids[b, p]], grad[b, p]
             if normalize:
                 factor /= max(norms[b, p], _NORMALIZE_EPS)

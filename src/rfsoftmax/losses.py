@@ -189,11 +189,29 @@ def shared_logits(
     normalize: bool = False,
     absolute: bool = False,
     sparse: bool = True,
+    sizes: list[int] | None = None,
 ) -> Tensor:
-    """Logits (B, m) of the same classes for all rows, ids (m,), by one matrix product; else as `gathered_logits`."""
+    """Logits (B, m) of classes that rows share, by matrix products; else as `gathered_logits`.
+
+    ids is (m,), the same for all rows; or (G, m), a set for the first sizes[0] rows, one for the sizes[1] after, ...
+    """
     queries = tau * hidden.to(_working_dtype(hidden, weight))
-    added = None if bias is None else _gathered(bias, ids, sparse)
-    return _logits(queries, F.embedding(ids, weight, sparse=sparse), added, normalize, absolute)
+    vectors = _class_vectors(F.embedding(ids, weight, sparse=sparse), queries.dtype, normalize)
+    with _no_autocast(queries):
+        if sizes is None:
+            logits = queries @ vectors.T
+        else:
+            logits = torch.cat([q @ v.T for q, v in zip(queries.split(sizes), vectors, strict=True)])
+    if bias is not None:
+        logits = logits + repeated(_gathered(bias, ids, sparse), sizes)
+    return logits.abs() if absolute else logits
+
+
+def repeated(x: Tensor, sizes: list[int] | None) -> Tensor:
+    """Each of the G rows of x sizes[g] times, one after another; x itself without sizes."""
+    if sizes is None:
+        return x
+    return x.repeat_interleave(torch.tensor(sizes, device=x.device), dim=0, output_size=sum(sizes))
 
 
 def reduce_labels(losses: Tensor, mask: Tensor, how: str) -> Tensor:
@@ -294,6 +312,20 @@ def _softmax_loss(target_logit: Tensor, log_rest: Tensor) -> Tensor:
 
 
 def _adjusted_logits(target_logit: Tensor, negative_logits: Tensor, log_q: Tensor) -> Tensor:
+    batch, shape = len(target_logit), tuple(negative_logits.shape)
+    fits = len(shape) == 2 and shape[0] in (1, batch) and shape[1] > 0 and batch > 0
+    if not fits or log_q.shape != shape or not _floating(target_logit, negative_logits, log_q):
+        _check_adjustment(target_logit, negative_logits, log_q)
+    adjusted = (_at_least_float32(negative_logits) - log_q).sub_(math.log(shape[1]))
+    # A masked negative stays masked even where its own log_q is -inf.
+    return adjusted.masked_fill(negative_logits == -torch.inf, -torch.inf)
+
+
+def _floating(*tensors: Tensor) -> bool:
+    return all(x.is_floating_point() for x in tensors)
+
+
+def _check_adjustment(target_logit: Tensor, negative_logits: Tensor, log_q: Tensor) -> None:
     _check_float("target_logit", target_logit)
     _check_float("negative_logits", negative_logits)
     _check_float("log_q", log_q)
@@ -303,9 +335,6 @@ def _adjusted_logits(target_logit: Tensor, negative_logits: Tensor, log_q: Tenso
     fits = len(shape) == 2 and shape[0] in (1, batch) and shape[1] > 0
     _check_shape("negative_logits", negative_logits, fits, f"(B, m) or (1, m) with B = {batch}, m >= 1")
     _check_broadcast("log_q", log_q, (batch, shape[1]))
-    adjusted = _at_least_float32(negative_logits) - log_q - math.log(shape[1])
-    # A masked negative stays masked even where its own log_q is -inf.
-    return adjusted.masked_fill(negative_logits == -torch.inf, -torch.inf)
 
 
 def _logits(queries: Tensor, rows: Tensor, bias: Tensor | None, normalize: bool, absolute: bool) -> Tensor:
@@ -341,7 +370,7 @@ def _working_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype == torch.float32 else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[object]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import _arrays, _block_logits, compiled, spread
+from .kernels import _arrays, _block_logits, compiled, spread, turned, unturned
 from .tree import MAX_UNIFORM, Query, Tree
 
 
@@ -48,9 +48,11 @@ def _draw(
     stop: int,
 ) -> None:
     block_masses, block_size = state[0], state[11]
-    num, u = uniforms.shape[1], np.empty(uniforms.shape[1])
+    num, ascending, u = uniforms.shape[1], np.empty(uniforms.shape[1]), np.empty(uniforms.shape[1])
+    places = np.empty(num, np.int64)
     logits, masses = np.empty(block_size), np.empty(block_size)
     for b in range(start, stop):
+        turn = unturned(uniforms[b], ascending)
         all_mass, end = 0.0, block_masses.shape[1] - 1
         for k in range(block_masses.shape[1]):
             all_mass += block_masses[b, k]
@@ -59,20 +61,20 @@ def _draw(
             end -= 1
         block, before, cdf, first = 0, 0.0, np.float64(block_masses[b, 0]), 0
         while first < num:
-            while block < end and uniforms[b, first] * all_mass >= cdf:
+            while block < end and ascending[first] * all_mass >= cdf:
                 block += 1
                 before = cdf
                 cdf += block_masses[b, block]
             last, mass = first, block_masses[b, block]
-            while last < num and not (block < end and uniforms[b, last] * all_mass >= cdf):
-                u[last] = min(max(uniforms[b, last] * all_mass - before, 0.0) / mass, MAX_UNIFORM)
+            while last < num and not (block < end and ascending[last] * all_mass >= cdf):
+                u[last] = min(max(ascending[last] * all_mass - before, 0.0) / mass, MAX_UNIFORM)
                 last += 1
             size, largest, total = _block_logits(block, b, logits, masses, state, block)
-            _places(u[first:last], masses[:size], total, positions[b, first:last])
+            _places(u[first:last], masses[:size], total, places[first:last])
             path = np.log(mass / all_mass) - largest - np.log(total)
             for i in range(first, last):
-                log_q[b, i] = path + logits[positions[b, i]]
-                positions[b, i] += block * block_size
+                log_q[b, turned(i, turn, num)] = path + logits[places[i]]
+                positions[b, turned(i, turn, num)] = block * block_size + places[i]
             first = last
 
 

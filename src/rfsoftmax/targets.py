@@ -45,6 +45,10 @@ def _from_bags(target: tuple[Tensor, Tensor], rows: int, num_classes: int) -> Te
     check_ids("target[0] (indices)", indices, num_classes)
     if offsets.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"target[1] (offsets): expected int64, got {offsets.dtype}")
+    if not rows:
+        if len(indices):
+            raise ValueError(f"target[0] (indices): expected none for no rows, got {len(indices)}")
+        return indices.new_empty(0, 1)
     ends = torch.cat([offsets[1:], offsets.new_tensor([len(indices)])])
     wrong = ends < offsets
     wrong[0] |= offsets[0] != 0

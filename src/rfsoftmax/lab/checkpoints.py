@@ -2,12 +2,14 @@
 
 A checkpoint is a directory `step-N` with `model.safetensors` (the model's state_dict), `training.pt` (optimizers,
 random numbers, the state of the network and of its sampler) and `progress.json`. It is written beside and renamed.
+That of a run with `shard_classes` has other files in the place of the first two: see rank_checkpoints.py.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..head import SoftmaxHead, _Visit
+from ..sharded_checkpoints import load_checkpoint
 
-MODEL, TRAINING, PROGRESS = "model.safetensors", "training.pt", "progress.json"
+MODEL, TRAINING, PROGRESS, SHARDED = "model.safetensors", "training.pt", "progress.json", "sharded"
 _PARTIAL = ".partial"
 
 
@@ -40,33 +43,50 @@ class Progress:
 
 def save(directory: Path, model: nn.Module, training: dict[str, Any], progress: Progress, settings: Any) -> Path:
     """Write the checkpoint of `progress.step` below `directory`; of the others the last and the best are kept."""
-    path = directory / f"step-{progress.step:09d}"
-    beside = path.with_name(path.name + _PARTIAL)
-    shutil.rmtree(beside, ignore_errors=True)
     tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    with made(directory, progress, settings) as beside:
+        written(beside / MODEL, lambda file: save_file(tensors, file))
+        written(beside / TRAINING, lambda file: torch.save(training, file))
+    return place(directory, progress)
+
+
+def place(directory: Path, progress: Progress) -> Path:
+    """Where the checkpoint of `progress.step` is, or will be."""
+    return directory / f"step-{progress.step:09d}"
+
+
+def beside(directory: Path, progress: Progress) -> Path:
+    """Where it is while it is written."""
+    path = place(directory, progress)
+    return path.with_name(path.name + _PARTIAL)
+
+
+@contextmanager
+def made(directory: Path, progress: Progress, settings: Any) -> Iterator[Path]:
+    """A directory to write a checkpoint into, which is then in its place at once."""
+    path, partial = place(directory, progress), beside(directory, progress)
+    shutil.rmtree(partial, ignore_errors=True)
     note = json.dumps({**asdict(progress), "settings": settings})
     try:
-        beside.mkdir(parents=True)
-        _written(beside / MODEL, lambda file: save_file(tensors, file))
-        _written(beside / TRAINING, lambda file: torch.save(training, file))
-        _written(beside / PROGRESS, lambda file: file.write_text(note))
+        partial.mkdir(parents=True)
+        yield partial
+        written(partial / PROGRESS, lambda file: file.write_text(note))
         shutil.rmtree(path, ignore_errors=True)
-        beside.rename(path)
+        partial.rename(path)
         _sync(directory)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         steps = saved(directory)
         last = f"the last checkpoint is {steps[-1]}" if steps else "there is no checkpoint yet"
         raise OSError(f"{path}: expected to write a checkpoint, got {error}; {last}") from error
     _prune(directory, progress)
-    return path
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file in one step: it holds the old text or the new, whatever happens."""
-    beside = path.with_name(path.name + _PARTIAL)
-    _written(beside, lambda file: file.write_text(text, encoding="utf-8"))
-    beside.replace(path)
+    partial = path.with_name(path.name + _PARTIAL)
+    written(partial, lambda file: file.write_text(text, encoding="utf-8"))
+    partial.replace(path)
 
 
 def saved(directory: Path) -> list[Path]:
@@ -104,6 +124,9 @@ def read_progress(path: Path) -> tuple[Progress, dict[str, Any]]:
 
 
 def load_model(path: Path, model: nn.Module) -> None:
+    if (path / SHARDED).is_dir():
+        load_checkpoint(path / SHARDED, model)
+        return
     try:
         model.load_state_dict(load_file(path / MODEL))
     except SafetensorError as error:
@@ -149,7 +172,7 @@ def load_sampler(head: SoftmaxHead, state: dict[str, Any]) -> None:
     head._visits = [_Visit(*visit) for visit in state["visits"]]
 
 
-def _written(path: Path, write: Callable[[Path], Any]) -> None:
+def written(path: Path, write: Callable[[Path], Any]) -> None:
     """Written to the disk itself, which a rename may reach before the bytes do."""
     write(path)
     _sync(path)

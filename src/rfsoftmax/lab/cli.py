@@ -1,4 +1,5 @@
-"""The command line: `rfsoftmax train text`, `evaluate`, `predict`, `diagnose`, `advise`, `samplers`, `demo`."""
+"""The command line: `rfsoftmax train text`, `evaluate`, `predict`, `diagnose`, `advise`, `samplers`, `demo`,
+`reproduce`, `report`."""
 
 import argparse
 import json
@@ -6,10 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .catalogue import table
-from .config import read, resolve
+from .config import Config, read, resolve
 from .options import demo_settings, make_parser, settings
+from .reproduce_options import chosen_items, data_directory
+
+if TYPE_CHECKING:
+    from ..ranks import Ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,8 +46,23 @@ def _failed(error: object) -> int:
 
 
 def _train(given: argparse.Namespace) -> int:
+    from .parallel import is_lost, join, leave
+
+    ranks = join()
+    try:
+        return _train_on(ranks, given)
+    except RuntimeError as error:
+        if ranks.num == 1 or not is_lost(error):
+            raise
+        return _failed(f"rank {ranks.rank} of {ranks.num}: expected all ranks to go on, got one that has gone: {error}")
+    finally:
+        leave()
+
+
+def _train_on(ranks: "Ranks", given: argparse.Namespace) -> int:
     from .models import make_model
     from .outputs import check_method
+    from .parallel import in_turn
     from .runs import Run
     from .tasks import make_task
     from .train import DivergedError, StoppedError, Trainer
@@ -49,27 +70,39 @@ def _train(given: argparse.Namespace) -> int:
     named = settings(given)
     directory = Path(given.run or f"runs/{given.task}-{named.get('method', 'default')}")
     if given.resume:
-        run = Run(directory)
+        run = Run(directory, mute=ranks.rank > 0)
         if given.task != run.config.task:
             raise ValueError(f"run: expected one on {given.task}, got {directory}, which is on {run.config.task}")
-        run.reconfigure({**({} if given.config is None else read(given.config)), **named})
-        task, model = make_task(run.config), None
+        _check_ranks(ranks, run.config)
+        in_turn(ranks, lambda: run.reconfigure({**({} if given.config is None else read(given.config)), **named}))
+        task, model = in_turn(ranks, lambda: make_task(run.config, ranks)), None
     else:
         config = resolve(given.task, given.config, named)
+        _check_ranks(ranks, config)
         check_method(config)
-        Run.check_new(directory)
-        task = make_task(config)
+        in_turn(ranks, lambda: Run.check_new(directory))
+        task = in_turn(ranks, lambda: make_task(config, ranks))
         model = make_model(config, task.classes)  # what is wrong with it is said before the run is there
-        run = Run.create(directory, config, task.classes)
-    print(f"{directory}: {len(task.classes.counts):,} classes, {task.num_batches():,} steps an epoch", flush=True)
+        ranks.wait()
+        make, open_made = lambda: Run.create(directory, config, task.classes), lambda: Run(directory, mute=True)
+        run = in_turn(ranks, make, open_made)
+    if ranks.rank == 0:
+        print(f"{directory}: {len(task.classes.counts):,} classes, {task.num_batches():,} steps an epoch", flush=True)
     try:
         Trainer(run, task, model).fit()
     except StoppedError as error:
-        print(error, file=sys.stderr)
+        if ranks.rank == 0:
+            print(error, file=sys.stderr)
         return 130
     except DivergedError as error:
         return _failed(error)
     return 0
+
+
+def _check_ranks(ranks: "Ranks", config: Config) -> None:
+    if ranks.num > 1 and not config.shard_classes:
+        need = f"--shard-classes with the {ranks.num} processes of torchrun"
+        raise ValueError(f"shard_classes: expected {need}, got none")
 
 
 def _evaluate(given: argparse.Namespace) -> int:
@@ -124,6 +157,32 @@ def _demo(given: argparse.Namespace) -> int:
     return 0
 
 
+def _reproduce(given: argparse.Namespace) -> int:
+    from .places import Places
+    from .reproduce import Choice, adopt, listing, reproduce
+    from .results import Results
+
+    places = Places(data_directory(given), Path(given.runs), Path(given.cache), Results(given.results))
+    choice = Choice(chosen_items(given), given.scale, tuple(given.seeds), tuple(given.only), tuple(given.sets))
+    if given.adopt:
+        print(adopt(Path(given.adopt), choice, places))
+        return 0
+    if given.list:
+        print(listing(choice, places))
+        return 0
+    return reproduce(choice, places)
+
+
+def _report(given: argparse.Namespace) -> int:
+    from .book import Book
+    from .report import write_report
+    from .results import Results
+
+    paths = write_report(Book(Results(given.results), given.scale, tuple(given.sets)), Path(given.output))
+    print("\n".join(map(str, paths)))
+    return 0
+
+
 def _samplers(given: argparse.Namespace) -> int:
     if given.method is None:
         print(table())
@@ -142,4 +201,6 @@ _COMMANDS = {
     "advise": _advise,
     "samplers": _samplers,
     "demo": _demo,
+    "reproduce": _reproduce,
+    "report": _report,
 }

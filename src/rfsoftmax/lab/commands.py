@@ -16,7 +16,7 @@ from . import checkpoints
 from .classes import Classes
 from .config import Config
 from .models import Model, make_model
-from .outputs import FullSoftmax, sampler_of
+from .outputs import FullSoftmax, is_absolute, sampler_of
 from .python_source import tokens
 from .runs import Run
 from .tasks import Task, XCTask, make_task, xc_batches
@@ -38,7 +38,7 @@ class Trained:
 def load(directory: str | Path, checkpoint: str = "best") -> Trained:
     run = Run(directory)
     classes = run.classes()
-    model = make_model(run.config, classes)
+    model = make_model(replace(run.config, shard_classes=False), classes)
     path = checkpoints.find(run.checkpoints, checkpoint)
     checkpoints.load_model(path, model)
     return Trained(run, run.config, classes, model.eval(), path)
@@ -150,7 +150,8 @@ def _other_head(trained: Trained, given: dict[str, Any]) -> SoftmaxHead:
         min(config.num_negatives, source.num_classes - 1),
         config.tau,
         bias=source.bias is not None,
-        loss="absolute" if method == "quadratic" else "softmax",
+        normalize=source.normalize,
+        loss="absolute" if is_absolute(config) else "softmax",
         labels=source.labels,
     )
     other.load_state_dict({name: value.detach() for name, value in source.named_parameters()}, strict=False)

@@ -10,8 +10,9 @@ from typing import Any
 from .catalogue import METHODS, UNSAMPLED
 
 TASKS = ("text", "xc")
-# What a run may change when it goes on; all else would make another run of it.
-RESUMABLE = ("epochs", "lr", "clip", "patience", "eval_every", "save_every", "log_every", "cache")
+# What a run may change when it goes on; all else would make another run of it. Data may have moved: that it is still
+# the same is seen by its classes.
+RESUMABLE = ("epochs", "lr", "clip", "patience", "eval_every", "save_every", "log_every", "cache", "data", "valid")
 
 
 _DATA, _MODEL, _OUTPUT, _TRAINING, _KEEPING = (
@@ -38,10 +39,13 @@ class Config:
     vocab: int = _setting(
         50_000, _DATA, "number of words kept, the most frequent ones; 0 for all; the rest is <unk>", task="text"
     )
+    train_limit: int = _setting(
+        0, _DATA, "words or points of the training data to learn from, the first ones; 0 for all"
+    )
     cache: str = _setting("runs/cache", _DATA, "directory for what is read once and mapped later")
     dim: int = _setting(200, _MODEL, "dimension d of queries and class embeddings")
     layers: int = _setting(1, _MODEL, "LSTM layers", task="text")
-    dropout: float = _setting(0.2, _MODEL, "share of the inputs and outputs of the network dropped")
+    dropout: float = _setting(0.2, _MODEL, "share of the inputs of the network dropped")
     method: str = _setting("default", _OUTPUT, "sampler, full, adaptive or nce; see `samplers`", tuple(METHODS))
     sampler_options: dict[str, Any] = field(
         default_factory=dict,
@@ -55,9 +59,17 @@ class Config:
     )
     num_negatives: int = _setting(100, _OUTPUT, "negatives m of each query")
     negatives: str = _setting(
-        "per_example", _OUTPUT, "one set of negatives for each query, or for the whole batch", ("per_example", "shared")
+        "per_example",
+        _OUTPUT,
+        "one set of negatives for each query, for each of some groups of like queries, or for the whole batch",
+        ("per_example", "groups", "shared"),
+    )
+    num_groups: int = _setting(16, _OUTPUT, "groups of like queries in a batch, with --negatives groups")
+    shard_classes: bool = _setting(
+        False, _OUTPUT, "split the classes over the processes of torchrun; docs/distributed.md"
     )
     tau: float = _setting(1 / 0.3**2, _OUTPUT, "inverse temperature of the softmax over cosines")
+    normalize: bool = _setting(True, _OUTPUT, "give queries and class embeddings unit length, as the paper does")
     bias: bool = _setting(False, _OUTPUT, "learn a bias for each class")
     labels: str = _setting(
         "pick_all",
@@ -90,10 +102,20 @@ class Config:
             choices = setting.metadata["choices"]
             if choices and getattr(self, setting.name) not in choices:
                 _fail(setting.name, f"one of {', '.join(choices)}", getattr(self, setting.name))
-        for name in ("dim", "layers", "num_negatives", "batch_size", "seq_len", "epochs", "log_every"):
+        for name in ("dim", "layers", "num_negatives", "num_groups", "batch_size", "seq_len", "epochs", "log_every"):
             if getattr(self, name) < 1:
                 _fail(name, "at least 1", getattr(self, name))
-        for name in ("warmup", "clip", "patience", "eval_every", "eval_limit", "save_every", "sparse_from", "seed"):
+        for name in (
+            "warmup",
+            "clip",
+            "patience",
+            "eval_every",
+            "eval_limit",
+            "save_every",
+            "sparse_from",
+            "seed",
+            "train_limit",
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 _fail(name, "at least 0", getattr(self, name))
         for name in ("lr", "tau"):
@@ -107,6 +129,8 @@ class Config:
             _fail("vocab", "at least 2, or 0 for all words", self.vocab)
         if self.method in UNSAMPLED and self.sampler_options:
             _fail("sampler_options", f"none with method {self.method!r}", self.sampler_options)
+        if self.method in UNSAMPLED and self.shard_classes:
+            _fail("method", "one that draws negatives with shard_classes", repr(self.method))
         if self.method == "nce" and self.task == "xc" and self.labels != "pick_one":
             _fail("labels", "pick_one with method 'nce'", self.labels)
         for name, value in self.sampler_options.items():

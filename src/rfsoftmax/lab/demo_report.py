@@ -2,24 +2,24 @@
 
 import base64
 import html
-import io
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from .charts import Chart, ChartPoint, Line, png
+from .numbers_text import number
+from .pages import cells, write_files
 
 # Perplexities nearer than this are called level: a few thousand held-out words do not tell them apart.
 _LEVEL = 1.03
 _HEADER = ("method", "perplexity", "steps", "ms/step", "speed", "chi2")
 _LABELS = {"full": "full softmax", "rff": "rff (paper)"}
-_COLOURS = {"default": "#0072b2", "full": "#222222", "uniform": "#888888", "rff": "#d55e00"}
-_MORE_COLOURS = ("#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+# Places in `charts.COLOURS`.
+_COLOURS = {"full": 0, "default": 1, "rff": 2, "uniform": 5}
+_MORE_COLOURS = (3, 4, 6, 7)
 
 
 class Point(NamedTuple):
@@ -58,9 +58,9 @@ def verdict(results: Sequence[Result]) -> str:
     ours = next((result for result in ranked if result.method == "default"), ranked[0])
     full = next((result for result in ranked if result.method == "full"), ours)
     speed = full.step_seconds / ours.step_seconds
-    sentence = f"After {_number(seconds)} seconds of training each, {_ranking(ranked, ours)}"
+    sentence = f"After {number(seconds)} seconds of training each, {_ranking(ranked, ours)}"
     if full is not ours:
-        how = f"{_number(speed)} times as fast as" if speed >= 1 else f"{_number(1 / speed)} times slower than"
+        how = f"{number(speed)} times as fast as" if speed >= 1 else f"{number(1 / speed)} times slower than"
         sentence += f"; a step with {_name(ours)} is {how} one with {_name(full)}"
     return f"{sentence}."
 
@@ -68,15 +68,15 @@ def verdict(results: Sequence[Result]) -> str:
 def _ranking(ranked: Sequence[Result], ours: Result) -> str:
     best = ranked[0]
     if len(ranked) == 1:
-        return f"{_name(best)} is at validation perplexity {_number(best.perplexity)}"
+        return f"{_name(best)} is at validation perplexity {number(best.perplexity)}"
     other = ranked[1] if ours is best else best
     if all(result.perplexity < _LEVEL * best.perplexity for result in (ours, other)):
-        numbers = f"{_number(ours.perplexity)} and {_number(other.perplexity)}"
+        numbers = f"{number(ours.perplexity)} and {number(other.perplexity)}"
         return f"{_name(ours)} and {_name(other)} are level at the lowest validation perplexity, {numbers}"
     if ours is best:
-        numbers = f"{_number(best.perplexity)}; next is {_name(other)} with {_number(other.perplexity)}"
+        numbers = f"{number(best.perplexity)}; next is {_name(other)} with {number(other.perplexity)}"
         return f"{_name(ours)} has the lowest validation perplexity, {numbers}"
-    numbers = f"{_number(best.perplexity)} against {_number(ours.perplexity)}"
+    numbers = f"{number(best.perplexity)} against {number(ours.perplexity)}"
     return f"{_name(ours)} does not win: {_name(best)} has the lowest validation perplexity, {numbers}"
 
 
@@ -85,10 +85,10 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     full = next((result for result in results if result.method == "full"), None)
     table: list[tuple[str, ...]] = [_HEADER]
     for result in results:
-        speed = "-" if full is None else f"{_number(full.step_seconds / result.step_seconds)}x"
-        chi2 = "-" if result.chi2 is None else _number(result.chi2)
-        milliseconds = _number(1000 * result.step_seconds)
-        table.append((result.method, _number(result.perplexity), f"{result.steps:,}", milliseconds, speed, chi2))
+        speed = "-" if full is None else f"{number(full.step_seconds / result.step_seconds)}x"
+        chi2 = "-" if result.chi2 is None else number(result.chi2)
+        milliseconds = number(1000 * result.step_seconds)
+        table.append((result.method, number(result.perplexity), f"{result.steps:,}", milliseconds, speed, chi2))
     return table
 
 
@@ -103,91 +103,28 @@ def plain_table(results: Sequence[Result]) -> str:
 
 def write_report(directory: Path, results: Sequence[Result], command: str, setup: str) -> list[Path]:
     """`report.html`, which needs nothing beside it, `perplexity.png` and `steps.png`; their paths."""
-    directory.mkdir(parents=True, exist_ok=True)
-    by_seconds = _picture(results, lambda point: point.seconds, "seconds of training", log_x=False)
-    by_steps = _picture(results, lambda point: point.step, "training steps", log_x=True)
+    by_seconds = _picture(results, "perplexity", lambda point: point.seconds, "seconds of training", log_x=False)
+    by_steps = _picture(results, "steps", lambda point: point.step, "training steps", log_x=True)
     page = _page(results, command, setup, by_seconds, by_steps)
     contents = {"report.html": page.encode(), "perplexity.png": by_seconds, "steps.png": by_steps}
-    for name, content in contents.items():
-        beside = directory / f"{name}.partial"
-        beside.write_bytes(content)
-        beside.replace(directory / name)
-    return [directory / name for name in contents]
+    return write_files(directory, contents)
 
 
-def _picture(results: Sequence[Result], x: Callable[[Point], float], x_name: str, *, log_x: bool) -> bytes:
+def _picture(results: Sequence[Result], name: str, x: Callable[[Point], float], x_name: str, *, log_x: bool) -> bytes:
     """The curves as a PNG, each with its name and last perplexity at its end."""
-    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    ends = []
-    more = iter(_MORE_COLOURS * len(results))
+    more = itertools.cycle(_MORE_COLOURS)
+    lines = []
     for result in results:
         points = [point for point in result.curve if math.isfinite(point.perplexity) and (point.step or not log_x)]
-        if not points:
-            continue
-        colour = _COLOURS.get(result.method) or next(more)
-        width, order = (3.2, 4) if result.method == "default" else (2.0, 3)
-        xs, ys = [x(point) for point in points], [point.perplexity for point in points]
-        axes.plot(xs, ys, color=colour, linewidth=width, marker="o", markersize=width + 2, zorder=order)
-        ends.append((xs[-1], ys[-1], f"{_name(result)}  {_number(ys[-1])}", colour))
-    axes.set_yscale("log")
-    if log_x:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(_tick))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(_tick))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_title("Perplexity of held-out text (lower is better)", loc="left", fontsize=13)
-    axes.set_xlabel(x_name, fontsize=12)
-    axes.tick_params(labelsize=11)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    low, high = map(math.log, axes.get_ylim())
-    heights = _apart([math.log(end[1]) for end in ends], 0.06 * (high - low))
-    for (end_x, end_y, text, colour), height in zip(ends, heights, strict=True):
-        # A name is moved up from its curve's end where two would overlap.
-        shift = (height - math.log(end_y)) / (high - low) * 72 * 3.8
-        axes.annotate(
-            text,
-            (end_x, end_y),
-            (9, shift),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            fontsize=12,
-            fontweight="bold" if text.startswith("default") else "normal",
-            annotation_clip=False,
-            path_effects=[withStroke(linewidth=3, foreground="white")],
-            zorder=5,
-        )
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=150)
-    return out.getvalue()
-
-
-def _apart(heights: list[float], gap: float) -> list[float]:
-    """The heights, in their order, moved up where one is less than `gap` above the one below it."""
-    moved = list(heights)
-    below = -math.inf
-    for index in sorted(range(len(heights)), key=heights.__getitem__):
-        moved[index] = below = max(heights[index], below + gap)
-    return moved
-
-
-def _tick(value: float, position: int) -> str:
-    return f"{value:,.0f}"
+        if points:
+            values = tuple(ChartPoint(x(point), *3 * (point.perplexity,)) for point in points)
+            colour = _COLOURS[result.method] if result.method in _COLOURS else next(more)
+            lines.append(Line(_name(result), values, colour, bold=result.method == "default"))
+    return png(Chart(name, "Perplexity of held-out text (lower is better)", x_name, tuple(lines), log_x=log_x))
 
 
 def _name(result: Result) -> str:
     return _LABELS.get(result.method, result.method)
-
-
-def _number(value: float) -> str:
-    """Three digits, or all of those before the point."""
-    if not math.isfinite(value) or value >= 1e6:
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 _STYLE = """
@@ -226,7 +163,7 @@ def _page(results: Sequence[Result], command: str, setup: str, by_seconds: bytes
 moment the lowest curve is the best model for the time spent. All are judged by the exact full softmax.</p>
 <div class="wide">
 <table>
-<tr>{_cells("th", header)}</tr>
+<tr>{cells("th", header)}</tr>
 {body}</table>
 </div>
 <p><small>Speed is that of a step, relative to the full softmax. chi2 = &#931; p&#178;/q &#8722; 1 says how far the
@@ -244,13 +181,9 @@ softmax; one that does not needs more steps for the same perplexity.</p>
 """
 
 
-def _row(cells: Sequence[str]) -> str:
-    kind = ' class="ours"' if cells[0] == "default" else ""
-    return f"<tr{kind}>{_cells('td', cells)}</tr>\n"
-
-
-def _cells(tag: str, cells: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+def _row(texts: Sequence[str]) -> str:
+    kind = ' class="ours"' if texts[0] == "default" else ""
+    return f"<tr{kind}>{cells('td', texts)}</tr>\n"
 
 
 def _image(png: bytes, about: str) -> str:

@@ -17,7 +17,11 @@ _INITIAL = 0.1
 
 @final
 class LanguageModel(nn.Module):
-    """Words (B, T) to queries (B, T, d) for the next word: embedding, LSTM, with dropout before and after."""
+    """Words (B, T) to queries (B, T, d) for the next word: embedding, dropout, LSTM.
+
+    There is no dropout after it: of a query that is brought to unit length it would lower all cosines, by the square
+    root of what is kept, in training alone, so that the probabilities of the trained model would be too sharp.
+    """
 
     def __init__(
         self, head: Output, num_words: int, dim: int, *, num_layers: int = 1, dropout: float = 0.0, sparse: bool = False
@@ -33,12 +37,12 @@ class LanguageModel(nn.Module):
     def forward(self, words: Tensor, state: State = None) -> tuple[Tensor, State]:
         """Queries, and the state after the last word, cut from the graph, for the words that follow."""
         hidden, (h, c) = self.lstm(self.dropout(self.embedding(words)), state)
-        return self.dropout(hidden), (h.detach(), c.detach())
+        return hidden, (h.detach(), c.detach())
 
 
 @final
 class SparseClassifier(nn.Module):
-    """Bags of features to queries (B, d): sum_j x_j v_j, the rows v_j of an embedding (features, d)."""
+    """Bags of features to queries (B, d): sum_j x_j v_j, the rows v_j of an embedding (features, d); dropout of x."""
 
     def __init__(self, head: Output, num_features: int, dim: int, *, dropout: float = 0.0, sparse: bool = True) -> None:
         super().__init__()
@@ -48,8 +52,7 @@ class SparseClassifier(nn.Module):
         self.head = head
 
     def forward(self, bags: Bags, state: State = None) -> tuple[Tensor, State]:
-        hidden = self.embedding(bags.indices, bags.offsets, per_sample_weights=bags.values)
-        return self.dropout(hidden), None
+        return self.embedding(bags.indices, bags.offsets, per_sample_weights=self.dropout(bags.values)), None
 
 
 Model = LanguageModel | SparseClassifier

@@ -4,10 +4,13 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..optimizers import SparseAdam
+from ..ranks import Ranks
 from .config import Config
 from .models import split_parameters
+from .parallel import each_says
 
 
 def make_optimizers(config: Config, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -15,7 +18,7 @@ def make_optimizers(config: Config, model: nn.Module) -> list[torch.optim.Optimi
     dense, sparse = split_parameters(model)
     if config.optimizer == "adam":
         optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(dense, config.lr)] if dense else []
-        return optimizers + ([torch.optim.SparseAdam(sparse, config.lr)] if sparse else [])
+        return optimizers + ([SparseAdam(sparse, config.lr)] if sparse else [])
     kind = torch.optim.Adagrad if config.optimizer == "adagrad" else torch.optim.SGD
     return [kind([*dense, *sparse], config.lr)]
 
@@ -35,11 +38,23 @@ def learning_rate(config: Config, step: int, num_steps: int) -> float:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], most: float, parts: Iterable[nn.Parameter] = (), ranks: Ranks | None = None
+) -> float:
     """The norm of the gradient, sparse or dense, which is then scaled down to `most` if that is not 0.
 
-    As `nn.utils.clip_grad_norm_`, which takes no sparse gradients.
+    As `nn.utils.clip_grad_norm_`, which takes no sparse gradients. Of `parts` each rank has its own.
     """
+    whole, own = _gradients(parameters), _gradients(parts)
+    norm = math.hypot(_norm(whole), *([_norm(own)] if ranks is None else each_says(_norm(own), ranks)))
+    if most and norm > most and math.isfinite(norm):
+        for value in [*whole, *own]:
+            value.mul_(most / norm)
+    return norm
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The numbers of all gradients there are."""
     values = []
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -47,8 +62,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
             values.append(parameter.grad._values())
         elif parameter.grad is not None:
             values.append(parameter.grad)
-    norm = math.hypot(*(float(torch.linalg.vector_norm(value, dtype=torch.float64)) for value in values))
-    if most and norm > most and math.isfinite(norm):
-        for value in values:
-            value.mul_(most / norm)
-    return norm
+    return values
+
+
+def _norm(values: list[Tensor]) -> float:
+    return math.hypot(*(float(torch.linalg.vector_norm(value, dtype=torch.float64)) for value in values))

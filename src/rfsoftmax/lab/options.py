@@ -8,6 +8,7 @@ from typing import Any, NoReturn, final
 from .catalogue import METHODS
 from .config import DEFAULTS, TASKS, Config, parse_option
 from .demo_config import DemoConfig
+from .reproduce_options import add_report, add_reproduce
 
 _ABOUT = "Train models with many classes by sampled softmax, measure their samplers, and use the models."
 _EPILOG = """\
@@ -21,6 +22,7 @@ examples:
   rfsoftmax predict runs/default "the price of"
   rfsoftmax diagnose runs/full --method moment
   rfsoftmax advise --dim 200 --num-classes 64000 --batch-size 700
+  rfsoftmax reproduce all --data DATA --list
 """
 _ABOUT_TASK = {
     "text": "an LSTM language model on text",
@@ -40,7 +42,8 @@ _ABOUT_SETTINGS = """\
 Settings come from the defaults, in brackets below, then from --config, then from options. The run's directory gets
 config.toml (all settings), metrics.jsonl (a line each --log-every steps and for each evaluation), checkpoints/ (the
 last two and the best), plots/ and tensorboard/. Ctrl-C saves and stops; --resume goes on exactly where a run stopped,
-and may then change epochs, lr, clip, patience and how often something is evaluated, saved or logged."""
+and may then change epochs, lr, clip, patience, the path of the same data and how often something is evaluated, saved or
+logged."""
 
 
 @final
@@ -69,6 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_advise(commands.add_parser("advise", help=about, description=about))
     _add_samplers(commands)
     _add_demo(commands)
+    add_reproduce(commands)
+    add_report(commands)
     return parser
 
 
@@ -91,7 +96,8 @@ def _add_train(tasks: Any, task: str) -> None:
     about = f"train {_ABOUT_TASK[task]}"
     more = f"{about}\n\n{_ABOUT_DATA[task]}\n\n{_ABOUT_SETTINGS}"
     parser = tasks.add_parser(task, help=about, description=more, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", metavar="DIR", help="the run's directory [runs/TASK-METHOD]")
+    about = "the run's directory [runs/TASK-METHOD]; torchrun lets only the longer name pass"
+    parser.add_argument("--run", "--run-directory", metavar="DIR", help=about)
     parser.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
     about = (
         "settings in TOML, by the names of the options with _ for -, such as batch_size = 32, and those of the "

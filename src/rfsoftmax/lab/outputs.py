@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..head import DEFAULT_SAMPLER, SoftmaxHead
 from ..samplers import Sampler, make_sampler
+from ..sharded import ShardedSoftmaxHead
 from ..targets import Target, as_labels
 from .catalogue import UNSAMPLED
 from .config import Config
@@ -23,10 +24,14 @@ _MAX_ELEMENTS = 2**24
 class FullSoftmax(nn.Module):
     """`full_softmax_loss` over the class embeddings of a `SoftmaxHead`, in training too."""
 
-    def __init__(self, dim: int, num_classes: int, tau: float, *, bias: bool, labels: Any) -> None:
+    def __init__(
+        self, dim: int, num_classes: int, tau: float, *, bias: bool, labels: Any, normalize: bool = True
+    ) -> None:
         super().__init__()
         # Of the head only the exact half is used, in eval(): its sampler never draws.
-        self.exact = SoftmaxHead(dim, num_classes, "uniform", 1, tau, bias=bias, sparse=False, labels=labels)
+        self.exact = SoftmaxHead(
+            dim, num_classes, "uniform", 1, tau, bias=bias, normalize=normalize, sparse=False, labels=labels
+        )
 
     def forward(self, hidden: Tensor, target: Target) -> Tensor:
         loss: Tensor = self.exact.eval()(hidden, target)
@@ -84,33 +89,37 @@ class AdaptiveSoftmax(nn.Module):
         return torch.cat([part.values for part in parts]).view(shape), ids.view(shape)
 
 
-Output = SoftmaxHead | FullSoftmax | AdaptiveSoftmax
+Output = SoftmaxHead | ShardedSoftmaxHead | FullSoftmax | AdaptiveSoftmax
 
 
 def make_output(config: Config, counts: Tensor) -> Output:
     """The layer of `config.method` for classes that occur counts (n,) times in the training data."""
     n, labels = len(counts), config.labels
     if config.method == "full":
-        return FullSoftmax(config.dim, n, config.tau, bias=config.bias, labels=labels)
+        return FullSoftmax(config.dim, n, config.tau, bias=config.bias, labels=labels, normalize=config.normalize)
     if config.method == "adaptive":
         return AdaptiveSoftmax(config.dim, counts, labels=labels)
-    loss = {"quadratic": "absolute", "nce": "nce"}.get(config.method, "softmax")
-    head = SoftmaxHead(
-        config.dim,
-        n,
-        sampler_of(config, counts),
-        config.num_negatives,
-        config.tau,
-        bias=config.bias or loss == "nce",
-        negatives=config.negatives,  # type: ignore[arg-type]
-        sparse=n >= config.sparse_from,
-        loss=loss,  # type: ignore[arg-type]
-        labels=labels,  # type: ignore[arg-type]
-    )
+    loss = "nce" if config.method == "nce" else "absolute" if is_absolute(config) else "softmax"
+    options: dict[str, Any] = {
+        "num_negatives": config.num_negatives,
+        "tau": config.tau,
+        "bias": config.bias or loss == "nce",
+        "normalize": config.normalize,
+        "negatives": config.num_groups if config.negatives == "groups" else config.negatives,
+        "sparse": n >= config.sparse_from,
+        "loss": loss,
+        "labels": labels,
+    }
+    head: SoftmaxHead | ShardedSoftmaxHead
+    if config.shard_classes:
+        head = ShardedSoftmaxHead(config.dim, n, lambda classes: sampler_of(config, counts, classes), **options)
+        classes = head.classes
+    else:
+        head, classes = SoftmaxHead(config.dim, n, sampler_of(config, counts), **options), range(n)
     if loss == "nce" and head.bias is not None:
         # NCE takes Z for 1: so it is at first, when all cosines are near 0.
         share = counts.double().clamp(min=1)
-        head.bias.data.copy_((share / share.sum()).log())
+        head.bias.data.copy_((share / share.sum()).log()[classes.start : classes.stop])
     return head
 
 
@@ -120,8 +129,13 @@ def check_method(config: Config) -> None:
         sampler_of(config, torch.ones(2, dtype=torch.int64))
 
 
-def sampler_of(config: Config, counts: Tensor) -> Sampler:
-    """The sampler of `config.method` with its options."""
+def is_absolute(config: Config) -> bool:
+    """Whether the absolute softmax is trained: with the quadratic kernel, which cannot tell h.c from -h.c."""
+    return config.method == "quadratic" or "quadratic" in config.sampler_options
+
+
+def sampler_of(config: Config, counts: Tensor, classes: range | None = None) -> Sampler:
+    """The sampler of `config.method` with its options, for all classes or a range of them."""
     if config.method in UNSAMPLED:
         raise ValueError(f"method: expected one that draws negatives, got {config.method!r}")
     check_options(config.method, config.sampler_options)
@@ -129,15 +143,17 @@ def sampler_of(config: Config, counts: Tensor) -> Sampler:
     if config.method == "default":
         options = {**DEFAULT_SAMPLER}
     options |= config.sampler_options
-    absolute = config.method == "quadratic"
+    absolute = is_absolute(config)
+    first = 0 if classes is None else classes.start
+    counts = counts if classes is None else counts[first : classes.stop]
+    size: dict[str, Any] = {"num_classes": len(counts), "counts": counts, "first": first}
     try:
-        return make_sampler(
-            num_classes=len(counts), dim=config.dim, tau=config.tau, counts=counts, absolute=absolute, **options
-        )
+        return make_sampler(**size, dim=config.dim, tau=config.tau, absolute=absolute, **options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"sampler_options: {error}") from error
 
 
 def sampled_head(output: nn.Module) -> SoftmaxHead | None:
-    """The head that draws, if the layer is one."""
+    """The head that draws, or this rank's part of it, if the layer is one."""
+    output = output.shard if isinstance(output, ShardedSoftmaxHead) else output
     return output if isinstance(output, SoftmaxHead) else None

@@ -22,9 +22,13 @@ CONFIG, CLASSES, METRICS = "config.toml", "classes.json", "metrics.jsonl"
 
 @final
 class Run:
-    """What a run has written so far. `create` starts one, `Run(directory)` opens one that is there."""
+    """What a run has written so far. `create` starts one, `Run(directory)` opens one that is there.
 
-    def __init__(self, directory: str | Path) -> None:
+    With `mute` nothing is written: of several ranks one does it for all.
+    """
+
+    def __init__(self, directory: str | Path, *, mute: bool = False) -> None:
+        self.mute = mute
         self.directory = Path(directory)
         self.checkpoints = self.directory / "checkpoints"
         if not (self.directory / CONFIG).is_file():
@@ -53,9 +57,9 @@ class Run:
         for name, old in asdict(self.config).items():
             if (new := getattr(config, name)) != old and name not in RESUMABLE:
                 raise ValueError(f"{name}: expected {old!r}, as in {self.directory / CONFIG}, got {new!r}")
-        if config != self.config:
+        if config != self.config and not self.mute:
             write_text(self.directory / CONFIG, dump(config))
-            self.config = config
+        self.config = config
 
     def classes(self) -> Classes:
         note = json.loads((self.directory / CLASSES).read_text(encoding="utf-8"))
@@ -68,6 +72,8 @@ class Run:
 
     def log(self, record: dict[str, Any]) -> None:
         """Append a line to the metrics; what is not finite, and so not JSON, becomes null."""
+        if self.mute:
+            return
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with (self.directory / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite) + "\n")
@@ -83,11 +89,15 @@ class Run:
 
     def rewind(self, step: int) -> None:
         """Forget what was logged after a step: the run goes on from there."""
+        if self.mute:
+            return
         kept = [record for record in self.records() if record["step"] <= step]
         write_text(self.directory / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
 
-    def events(self) -> "SummaryWriter":
+    def events(self) -> "SummaryWriter | NoEvents":
         """A writer of TensorBoard events whose one file begins with all that was logged so far."""
+        if self.mute:
+            return NoEvents()
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and only training needs it
 
         directory = self.directory / "tensorboard"
@@ -99,10 +109,25 @@ class Run:
         return writer
 
     def plot(self) -> None:
-        plots.draw(self.directory / "plots", self.records(), self.directory.name)
+        if not self.mute:
+            plots.draw(self.directory / "plots", self.records(), self.directory.name)
 
 
-def add_scalars(writer: "SummaryWriter", record: dict[str, Any]) -> None:
+@final
+class NoEvents:
+    """A writer that writes nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def add_scalar(self, *scalar: object) -> None:
+        pass
+
+
+def add_scalars(writer: "SummaryWriter | NoEvents", record: dict[str, Any]) -> None:
     """A line of metrics as TensorBoard shows it: `train/loss`, `valid/perplexity`, ..."""
     for name, value in record.items():
         if name not in ("kind", "step", "time") and value is not None:

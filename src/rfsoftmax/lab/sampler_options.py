@@ -8,7 +8,7 @@ from ..samplers import _FEATURE_MAPS, _OTHERS, KernelSampler
 from .catalogue import METHODS, UNSAMPLED
 
 # Arguments that come from other settings, or that no text can stand for.
-_NOT_OPTIONS = ("num_classes", "dim", "tau", "counts", "absolute", "feature_map", "generator")
+_NOT_OPTIONS = ("num_classes", "dim", "tau", "counts", "absolute", "first", "feature_map", "generator")
 _MEANING = {
     "alpha": "the kernel is alpha (h.c)^2 + beta",
     "anchor": "weigh the classes by the mean query first: features carry only the difference to it",
@@ -30,6 +30,7 @@ _MEANING = {
     "num_negatives": "draws of a query to choose the size of blocks for",
     "num_tables": "hash tables L",
     "power": "of the counts; word2vec takes 0.75",
+    "quadratic": "draw by the kernel quadratic (h.c)^2 + 1 instead, and train with the absolute softmax",
     "quantisation": "how the two codebooks share an embedding",
     "refresh_every": "batches between looks at the frequencies, O(n) each",
     "samplers": 'names of the parts: \'samplers=["unigram", "moment"]\'',

@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 from torch import Tensor
 
+from ..ranks import Ranks
 from ..targets import Target
 from .classes import Bags, Classes
 from .config import Config
 from .metrics import AT, precisions, propensities
 from .models import Model
+from .parallel import gather_rows, own_rows
 from .python_source import python_calls, python_text
 from .text import EOS, load_text
 from .xc import XCData, XCSplits, load_xc
@@ -26,6 +28,8 @@ _XC_EVAL_BATCH = 512
 
 
 class Batch(NamedTuple):
+    """This rank's rows; `num_items` are those of all ranks."""
+
     inputs: Any
     target: Target
     num_items: int
@@ -36,12 +40,14 @@ class TextTask:
     """Every word of a split is predicted from those before it, `<eos>` before the first.
 
     A split is cut into `batch_size` streams of like length that run side by side; what lacks at the end is padded.
+    Of several ranks each has some of the streams.
     """
 
     unit, score, higher_is_better = "tokens", "perplexity", False
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
         self.config = config
+        self.ranks = ranks or Ranks()
         num_words = config.vocab or None
         embedded = config.data == "python-text"
         self.corpus = (
@@ -50,13 +56,14 @@ class TextTask:
             else load_text(config.data, cache=config.cache, num_words=num_words)
         )
         self.classes = Classes(len(self.corpus.words), np.array(self.corpus.counts), self.corpus.words)
+        self.train = self.corpus.train[: config.train_limit or None]
 
     def num_batches(self) -> int:
-        return math.ceil(math.ceil(len(self.corpus.train) / self.config.batch_size) / self.config.seq_len)
+        return math.ceil(math.ceil(len(self.train) / self.config.batch_size) / self.config.seq_len)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, all epochs alike, from number `first` on."""
-        return self._streams(self.corpus.train, first)
+        return self._streams(self.train, first)
 
     def held_out(self, split: str) -> Iterator[Batch]:
         return self._streams(getattr(self.corpus, split)[: self.config.eval_limit or None], 0)
@@ -75,7 +82,7 @@ class TextTask:
 
     def _streams(self, ids: NDArray[np.int32], first: int) -> Iterator[Batch]:
         size, step = self.config.batch_size, self.config.seq_len
-        length = math.ceil(len(ids) / size)
+        length, own = math.ceil(len(ids) / size), own_rows(size, self.ranks)
         inputs, target = np.zeros((2, size * length), dtype=np.int32)
         inputs[0] = self.corpus.words.index(EOS)
         inputs[1 : len(ids)] = ids[:-1]
@@ -83,22 +90,28 @@ class TextTask:
         target[len(ids) :] = IGNORED
         inputs, target = inputs.reshape(size, length), target.reshape(size, length)
         for start in range(first * step, length, step):
-            some = torch.from_numpy(target[:, start : start + step].astype(np.int64))
-            words = torch.from_numpy(inputs[:, start : start + step].astype(np.int64))
-            yield Batch(words, some, int((some != IGNORED).sum()))
+            num_items = int((target[:, start : start + step] != IGNORED).sum())
+            some = torch.from_numpy(target[own, start : start + step].astype(np.int64))
+            words = torch.from_numpy(inputs[own, start : start + step].astype(np.int64))
+            yield Batch(words, some, num_items)
 
 
 @final
 class XCTask:
-    """Points with sparse features and several labels; in training those without a label are left out."""
+    """Points with sparse features and several labels; in training those without a label are left out.
+
+    Of several ranks each has some of a batch's points.
+    """
 
     unit, score, higher_is_better = "examples", "precision@1", True
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
         self.config = config
+        self.ranks = ranks or Ranks()
         self.splits = _xc_splits(config)
         train = self.splits.train
-        self.labelled = torch.from_numpy(np.flatnonzero(np.diff(train.labels.indptr)))
+        labelled = np.flatnonzero(np.diff(train.labels.indptr))
+        self.labelled = torch.from_numpy(labelled[: config.train_limit or None])
         if not len(self.labelled):
             raise ValueError(f"data: expected points with labels, got none in {config.data}")
         counts = np.bincount(train.labels.indices, minlength=train.labels.shape[1])
@@ -113,7 +126,9 @@ class XCTask:
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
         order = self.labelled[torch.randperm(len(self.labelled), generator=generator)].numpy()
         for start in range(first * self.config.batch_size, len(order), self.config.batch_size):
-            yield xc_batch(self.splits.train, order[start : start + self.config.batch_size])
+            points = order[start : start + self.config.batch_size]
+            batch = xc_batch(self.splits.train, points[own_rows(len(points), self.ranks)])
+            yield batch._replace(num_items=len(points))
 
     def held_out(self, split: str) -> Iterator[Batch]:
         return xc_batches(self._limited(split), self.config.batch_size)
@@ -126,7 +141,11 @@ class XCTask:
     def evaluate_data(self, model: Model, data: XCData) -> dict[str, float]:
         model.eval()
         k = min(AT[-1], len(self.classes.counts))
-        best = [model.head.topk(model(batch.inputs)[0], k)[1] for batch in xc_batches(data, _XC_EVAL_BATCH)]
+        best = []
+        for start in range(0, data.features.shape[0], _XC_EVAL_BATCH):
+            points = np.arange(data.features.shape[0])[start : start + _XC_EVAL_BATCH]
+            batch = xc_batch(data, points[own_rows(len(points), self.ranks)])
+            best.append(gather_rows(model.head.topk(model(batch.inputs)[0], k)[1], self.ranks))
         return precisions(torch.cat(best).numpy(), data.labels, self.propensity)
 
     def _limited(self, split: str) -> XCData:
@@ -138,8 +157,10 @@ class XCTask:
 Task = TextTask | XCTask
 
 
-def make_task(config: Config) -> Task:
-    return TextTask(config) if config.task == "text" else XCTask(config)
+def make_task(config: Config, ranks: Ranks | None = None) -> Task:
+    if ranks is not None and config.batch_size < ranks.num:
+        raise ValueError(f"batch_size: expected at least {ranks.num}, one for each rank, got {config.batch_size}")
+    return TextTask(config, ranks) if config.task == "text" else XCTask(config, ranks)
 
 
 def xc_batches(data: XCData, batch_size: int) -> Iterator[Batch]:

@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
-from . import checkpoints
+from . import checkpoints, rank_checkpoints
 from .checkpoints import Progress
-from .config import RESUMABLE, Config
+from .config import DEFAULTS, RESUMABLE, Config
 from .models import Model, State, make_model
 from .optimizers import clip_gradients, learning_rate, make_optimizers, set_learning_rate
-from .outputs import sampled_head
+from .outputs import check_method, sampled_head
+from .parallel import data_parallel, each_says
 from .reporter import Reporter
-from .runs import Run, add_scalars
+from .runs import NoEvents, Run, add_scalars
 from .stopwatch import Stopwatch
-from .tasks import Batch, Task
+from .tasks import Batch, Task, make_task
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -44,12 +46,15 @@ class Trainer:
     With adam, dense gradients go to Adam and sparse ones to SparseAdam. What is saved holds, beside parameters and
     optimizers, the random numbers, the LSTM's state, the place in the data and all of the sampler: losses after it
     are, on the same machine, those of a run that never stopped.
+
+    With several ranks, those of the task, each has its share of a batch and of the classes; rank 0 writes and speaks.
     """
 
     def __init__(self, run: Run, task: Task, model: Model | None = None) -> None:
         run.check_classes(task.classes)
         self.run = run
         self.task = task
+        self.ranks = task.ranks
         self.config = run.config
         self.num_batches = task.num_batches()
         self.num_steps = self.config.epochs * self.num_batches
@@ -61,10 +66,14 @@ class Trainer:
         self.watch = Stopwatch()
         if self.head is not None:
             self.watch.watch(self.head.sampler)
+        if self.ranks.num > 1:
+            torch.manual_seed(self.config.seed + self.ranks.rank)  # the model is there: this is for its dropout
         if checkpoints.saved(run.checkpoints):
             self._load(checkpoints.find(run.checkpoints))
+        self.network = data_parallel(self.model, self.ranks)
         run.rewind(self.progress.step)
-        self.reporter = Reporter(self.num_steps, self.progress.step, task.unit)
+        console = Console(quiet=True) if run.mute else None
+        self.reporter = Reporter(self.num_steps, self.progress.step, task.unit, console)
         self._clock = time.perf_counter()
         self._items = 0
         self._last = (self.progress.seconds, 0.0)  # seconds of training and in the sampler at the last line of metrics
@@ -80,7 +89,7 @@ class Trainer:
                 for batch in self.task.batches(epoch, self.progress.batch):
                     self._step(batch, events)
                     evaluated = self._evaluation_is_due() and self._evaluate(events)
-                    if asked():
+                    if any(each_says(asked(), self.ranks)):
                         raise self._stopped()
                     if evaluated or (self.config.save_every and self.progress.step % self.config.save_every == 0):
                         self._save()
@@ -106,7 +115,7 @@ class Trainer:
         saved = checkpoints.find(self.run.checkpoints, "best")
         self.reporter.message(f"done after {progress.step} steps: {best}, saved in {saved}")
 
-    def _step(self, batch: Batch, events: "SummaryWriter") -> None:
+    def _step(self, batch: Batch, events: "SummaryWriter | NoEvents") -> None:
         lr = learning_rate(self.config, self.progress.step, self.num_steps)
         set_learning_rate(self.optimizers, lr)
         self.model.train()
@@ -114,7 +123,7 @@ class Trainer:
             optimizer.zero_grad()
         loss = self._loss(batch)
         loss.backward()
-        norm = clip_gradients(self.model.parameters(), self.config.clip)
+        norm = self._clip()
         if not math.isfinite(norm):
             raise self._diverged(f"a gradient of norm {norm}")
         for optimizer in self.optimizers:
@@ -123,8 +132,14 @@ class Trainer:
         if self.progress.step % self.config.log_every == 0 or self._evaluation_is_due():
             self._log(lr, norm, events)
 
+    def _clip(self) -> float:
+        parts = list(self.model.head.parameters())
+        ids = {id(parameter) for parameter in parts}
+        whole = [parameter for parameter in self.model.parameters() if id(parameter) not in ids]
+        return clip_gradients(whole, self.config.clip, parts, self.ranks)
+
     def _loss(self, batch: Batch) -> Tensor:
-        hidden, self.state = self.model(batch.inputs, self.state)
+        hidden, self.state = self.network(batch.inputs, self.state)
         try:
             loss: Tensor = self.model.head(hidden, batch.target)
         except ValueError as error:  # the head's word for queries or embeddings that are not finite
@@ -149,7 +164,7 @@ class Trainer:
             progress.epoch, progress.batch, self.state = progress.epoch + 1, 0, None
         self.reporter.advance(progress.step, self._epoch_of_last_step())
 
-    def _log(self, lr: float, norm: float, events: "SummaryWriter") -> None:
+    def _log(self, lr: float, norm: float, events: "SummaryWriter | NoEvents") -> None:
         """A line of metrics over the steps since the last one."""
         progress = self.progress
         seconds = max(progress.seconds - self._last[0], 1e-9)
@@ -164,7 +179,7 @@ class Trainer:
         progress.loss_sum, progress.num_summed, self._items = 0.0, 0, 0
         self._last = (progress.seconds, self.watch.seconds)
 
-    def _record(self, kind: str, numbers: dict[str, float], events: "SummaryWriter") -> dict[str, Any]:
+    def _record(self, kind: str, numbers: dict[str, float], events: "SummaryWriter | NoEvents") -> dict[str, Any]:
         progress = self.progress
         epoch = self._epoch_of_last_step()
         place = {"kind": kind, "step": progress.step, "epoch": epoch, "seconds": progress.seconds, "time": time.time()}
@@ -181,7 +196,7 @@ class Trainer:
         step, every = self.progress.step, self.config.eval_every
         return step == self.num_steps or (step % every == 0 if every else self.progress.batch == 0)
 
-    def _evaluate(self, events: "SummaryWriter") -> bool:
+    def _evaluate(self, events: "SummaryWriter | NoEvents") -> bool:
         progress = self.progress
         self._check_finite()
         random = torch.get_rng_state()
@@ -206,6 +221,11 @@ class Trainer:
 
     def _save(self) -> Path:
         self._check_finite()
+        if self.config.shard_classes:
+            place = self.progress, _fixed(self.config), self.ranks
+            path = rank_checkpoints.save(self.run.checkpoints, self.model, self.optimizers, self.state, *place)
+            self._clock = time.perf_counter()
+            return path
         training = {
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "random": torch.get_rng_state(),
@@ -219,12 +239,18 @@ class Trainer:
     def _load(self, path: Path) -> None:
         self.progress, settings = checkpoints.read_progress(path)
         for name, value in _fixed(self.config).items():
-            if settings.get(name) != value:
-                raise ValueError(f"{path}: expected a checkpoint with {name} {value!r}, got {settings.get(name)!r}")
+            # A setting that the checkpoint does not know is younger, and was then what its default is now.
+            saved = settings.get(name, getattr(DEFAULTS[self.config.task], name))
+            if saved != value:
+                raise ValueError(f"{path}: expected a checkpoint with {name} {value!r}, got {saved!r}")
+        if self.config.shard_classes:
+            rows = self.config.batch_size
+            self.state = rank_checkpoints.load(path, self.model, self.optimizers, rows, self.ranks)
+            return
         checkpoints.load_model(path, self.model)
         training = checkpoints.load_training(path)
-        for optimizer, saved in zip(self.optimizers, training["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        for optimizer, state in zip(self.optimizers, training["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         self.state = training["state"]
         if self.head is not None:
             checkpoints.load_sampler(self.head, training["sampler"])
@@ -244,13 +270,27 @@ class Trainer:
         return DivergedError(f"{where}: expected finite numbers, got {what}; {last}; {advice}")
 
 
+def new_trainer(directory: Path, config: Config) -> Trainer:
+    """The trainer of a run that begins, alone; what is wrong with its settings is said before the run is there."""
+    check_method(config)
+    Run.check_new(directory)
+    task = make_task(config)
+    model = make_model(config, task.classes)
+    return Trainer(Run.create(directory, config, task.classes), task, model)
+
+
 def _fixed(config: Config) -> dict[str, Any]:
     """The settings that a run keeps for its whole life."""
     return {name: value for name, value in asdict(config).items() if name not in RESUMABLE}
 
 
 def _resume_command(run: Run) -> str:
-    return f"rfsoftmax train {run.config.task} --run {shlex.quote(str(run.directory))} --resume"
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    place = shlex.quote(str(run.directory))
+    if ranks > 1:
+        launch = f"torchrun --nproc-per-node={ranks} -m rfsoftmax train"
+        return f"{launch} {run.config.task} --run-directory {place} --resume"
+    return f"rfsoftmax train {run.config.task} --run {place} --resume"
 
 
 @contextmanager

@@ -71,13 +71,15 @@ def make_sampler(
     tau: float = DEFAULT_TAU,
     counts: torch.Tensor | None = None,
     absolute: bool = False,
+    first: int = 0,
     **options: Any,
 ) -> Sampler:
     """The sampler `name`: uniform, log_uniform, unigram (needs counts), exact, moment, midx, lsh, in_batch, mixture
     (needs samplers, or their names), or by the feature map of a KernelSampler rff, orf, sorf, quadratic, maclaurin,
     positive.
 
-    `absolute` says that the loss is the absolute softmax. `options` are the keyword arguments of the sampler's class
+    `absolute` says that the loss is the absolute softmax. `first` is the number that class 0 has among all, where the
+    sampler, and `counts`, are for a part of them. `options` are the keyword arguments of the sampler's class
     and, for kernel samplers, of its feature map: num_features (D; 1024 if not given), nu (min(tau, ln(D) / 2) if not
     given, which keeps the relative noise of an estimate at a right angle below 1; "auto" starts there and calibrates
     it at each rebuild), alpha, beta, generator.
@@ -85,6 +87,7 @@ def make_sampler(
     if name not in _FEATURE_MAPS and name not in _OTHERS:
         raise ValueError(f"name: expected one of {', '.join([*_OTHERS, *_FEATURE_MAPS])}, got {name!r}")
     given: dict[str, Any] = {"num_classes": num_classes, "dim": dim, "tau": tau, "counts": counts, "absolute": absolute}
+    given["first"] = first
     if name == "unigram" and (counts is None or len(counts) != num_classes):
         found = "None" if counts is None else f"{len(counts)}"
         raise ValueError(f"counts: expected {num_classes} class counts for unigram, got {found}")
@@ -109,6 +112,6 @@ def _arguments(name: str, makers: list[type], given: dict[str, Any], options: di
     taken = [set(inspect.signature(maker).parameters) - {"feature_map"} for maker in makers]
     known = set().union(*taken)
     if unknown := sorted(set(options) - known):
-        allowed = ", ".join(sorted(known - {"num_classes", "dim", "tau", "counts"}))
+        allowed = ", ".join(sorted(known - {"num_classes", "dim", "tau", "counts", "first"}))
         raise TypeError(f"options of {name!r}: expected any of {allowed}, got {', '.join(unknown)}")
     return [{key: value for key, value in {**given, **options}.items() if key in names} for names in taken]

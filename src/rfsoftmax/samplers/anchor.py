@@ -113,6 +113,7 @@ class AnchoredSampler(Sampler):
         """In training, move the mean of queries: that of all at first, of about the last hundred batches later."""
         if not self.training or not (self.anchored or len(self.recent)):
             return
+        check_dim("hidden", hidden, self.dim)
         seen, hidden = int(self.batches_seen), hidden.to(self.query_mean)
         if len(self.recent):
             first = seen * RECENT_PER_BATCH % RECENT

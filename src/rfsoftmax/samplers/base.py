@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..features import no_autocast
+from ..uniforms import stratified_uniforms
 from .rows import ClassRows
 
 DEFAULT_TAU = 1 / 0.3**2
@@ -94,18 +95,36 @@ class Sampler(nn.Module, ABC):
         """
         if num < 1:
             raise ValueError(f"num: expected at least 1, got {num}")
-        return self._sample(hidden, num, self._check(hidden, exclude, shared), generator, shared)
+        excluded = self._check(hidden, exclude, shared)
+        return self._sample(hidden, num, excluded, generator, [len(hidden)] if shared else None)
 
     @torch.no_grad()
     def _sample(
-        self, hidden: Tensor, num: int, exclude: Tensor, generator: torch.Generator | None, shared: bool
+        self, hidden: Tensor, num: int, exclude: Tensor, generator: torch.Generator | None, sizes: list[int] | None
     ) -> Samples:
-        """`sample` without its checks; exclude is (B, E) int64, -1 for none, no class twice, or (1, 0) if shared."""
-        rows = 1 if shared else len(hidden)
-        uniforms, source = sorted_uniforms(rows, num, self.stratified, generator, hidden.device)
+        """`sample` without its checks; exclude is (B, E) int64, -1 for none, no class twice.
+
+        With `sizes`, which sum to B, so many rows of hidden after another share a set: ids and log_q are (sets, num),
+        and exclude is (1, 0).
+        """
+        rows = len(hidden) if sizes is None else len(sizes)
+        if self.stratified:
+            uniforms = stratified_uniforms(rows, num, generator, hidden.device)
+        else:
+            uniforms = torch.rand(rows, num, dtype=torch.float64, generator=generator, device=hidden.device)
+            uniforms, places = uniforms.sort(dim=1)
         with no_autocast(hidden.device):
-            ids, log_q = self._draw(hidden, exclude, uniforms, generator, shared)
-        return Samples(ids.gather(1, source), log_q.gather(1, source).float())
+            self._observe(hidden)
+            if sizes is None or rows == 1:
+                ids, log_q = self._draw(hidden, exclude, uniforms, generator, sizes is not None)
+            else:
+                sets = zip(hidden.split(sizes), uniforms.split(1), strict=True)
+                drawn = [self._draw(some, exclude, u, generator, True) for some, u in sets]
+                ids, log_q = torch.cat([i for i, _ in drawn]), torch.cat([q for _, q in drawn])
+        if not self.stratified:
+            source = places.argsort(dim=1)
+            ids, log_q = ids.gather(1, source), log_q.gather(1, source)
+        return Samples(ids, log_q.float())
 
     @torch.no_grad()
     def log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor | None = None, shared: bool = False) -> Tensor:
@@ -119,6 +138,16 @@ class Sampler(nn.Module, ABC):
             log_q = self._log_prob(hidden, ids.long().reshape(rows, -1), excluded, shared)
         return log_q.float().view(ids.shape)
 
+    def _observe(self, hidden: Tensor) -> None:
+        """Take note of a batch of queries (B, d), before a draw for them."""
+
+    def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> Tensor:
+        """Those of ids (k,), repeats allowed, whose rows of weight the sampler is to be given; all, if it cannot tell.
+
+        As in `rebuild`, with `normalize` it is the rows brought to unit length that count.
+        """
+        return ids
+
     @abstractmethod
     def _rebuild(self, weight: ClassRows, bias: Tensor) -> None: ...
 
@@ -129,7 +158,10 @@ class Sampler(nn.Module, ABC):
     def _draw(
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
     ) -> tuple[Tensor, Tensor]:
-        """ids and log q, both (B, m), for sorted uniforms (B, m); exclude is (B, E), -1 for none, none twice."""
+        """ids and log q, both (B, m), for uniforms (B, m); exclude is (B, E), -1 for none, none twice.
+
+        A row of uniforms ascends from its least one on, round its end: sorted, up to where it begins.
+        """
 
     @abstractmethod
     def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:
@@ -154,21 +186,6 @@ class Sampler(nn.Module, ABC):
         if excluded.shape[1] >= self.num_classes and (excluded >= 0).sum(1).max() >= self.num_classes:
             raise ValueError(f"exclude: expected at least one of {self.num_classes} classes left to draw, got none")
         return excluded
-
-
-def sorted_uniforms(
-    rows: int, num: int, stratified: bool, generator: torch.Generator | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Ascending uniforms (rows, num), float64, and which of them, (rows, num), is each sample of a row."""
-    u = torch.rand(rows, num, dtype=torch.float64, generator=generator, device=device)
-    if not stratified:
-        u, places = u.sort(dim=1)
-        return u, places.argsort(dim=1)
-    strata = torch.arange(num, device=device)
-    # The factor is a little below 1 / num, as (num - 1 + u) / num may round to 1.
-    u = u.add_(strata).mul_((1 - 2.0**-52) / num)
-    turn = torch.randint(num, (rows, 1), generator=generator, device=device)
-    return u, strata.add(turn).remainder_(num)
 
 
 def once_each(ids: Tensor) -> Tensor:

@@ -21,15 +21,28 @@ class ExactSampler(Sampler):
     Streamed over classes: a first pass finds the mass of each chunk of classes, a second inverts the CDF inside the
     chunks. So neither memory nor `torch.multinomial`'s limit of 2^24 bounds n. Shared draws follow the mean of the
     rows' softmax distributions.
+
+    With `quadratic` q_i is proportional to quadratic (h.c_i)^2 + 1 instead, whatever the bias: what `KernelSampler`
+    draws from with the map `Quadratic(alpha=quadratic)`, but at O(nd) a query and without its d^2 features.
     """
 
     weight: Tensor
     bias: Tensor
 
-    def __init__(self, *, tau: float = DEFAULT_TAU, absolute: bool = False, stratified: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        tau: float = DEFAULT_TAU,
+        absolute: bool = False,
+        quadratic: float | None = None,
+        stratified: bool = True,
+    ) -> None:
         super().__init__(0, stratified)
+        if quadratic is not None and not 0 < quadratic < math.inf:
+            raise ValueError(f"quadratic: expected a positive finite number, got {quadratic}")
         self.tau = tau
         self.absolute = absolute
+        self.quadratic = quadratic
         self.register_buffer("weight", torch.empty(0), persistent=False)
         self.register_buffer("bias", torch.empty(0), persistent=False)
 
@@ -54,13 +67,18 @@ class ExactSampler(Sampler):
         hidden = hidden.to(self.weight.dtype) * self.tau
         size = max(1, _CHUNK_ELEMENTS // len(hidden))
         for start in range(0, self.num_classes, size):
-            logits = torch.addmm(self.bias[start : start + size], hidden, self.weight[start : start + size].T)
-            if self.absolute:
-                logits.abs_()
+            logits = self._logits(hidden, slice(start, start + size))
             inside = (exclude >= start) & (exclude < start + logits.shape[1])
             row, column = inside.nonzero(as_tuple=True)
             logits[row, exclude[row, column] - start] = -torch.inf
             yield start, logits
+
+    def _logits(self, hidden: Tensor, some: slice) -> Tensor:
+        """The logarithm of what q is proportional to, (B, chunk), for hidden (B, d) times tau."""
+        if self.quadratic is not None:
+            return (hidden @ self.weight[some].T).square_().mul_(self.quadratic / self.tau**2).log1p_()
+        logits = torch.addmm(self.bias[some], hidden, self.weight[some].T)
+        return logits.abs_() if self.absolute else logits
 
     def _log_probabilities(self, hidden: Tensor, exclude: Tensor, shared: bool) -> Iterator[tuple[int, Tensor]]:
         """(first class, log q (B, chunk)), one row if shared: the chunks again, now normalised."""

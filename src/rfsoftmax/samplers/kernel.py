@@ -87,8 +87,10 @@ class KernelSampler(AnchoredSampler):
         self.backend = backend
         self.tree = tree.Tree(block_size, self._leaf_rule())
         self.log_shift = 0.0
+        self._plan: fourier_kernels.Plan | None = None
 
     def _rebuild(self, weight: ClassRows, bias: Tensor) -> None:
+        self._plan = None
         moves = not self.keep_order
         rows = self._arrange(weight, bias, self.tree.rows)
         if moves and len(self.recent) and self.batches_seen:
@@ -150,6 +152,13 @@ class KernelSampler(AnchoredSampler):
         shifts = self._walk().shifts(self.tree, positions, rows)
         return self.tau * shifts + (bias - self.bias[positions]).abs() > self.tolerance
 
+    def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> Tensor:
+        if self._walk() is not kernels or weight.device.type != "cpu" or weight.dtype != self.bias.dtype:
+            return ids
+        limits = kernels.Limits(self.tau, self.tolerance, normalize)
+        biases = None if bias is None else (bias, self.bias)
+        return kernels.stale(self.tree, ids, self.position, weight, biases, limits)
+
     def _replace(self, positions: Tensor, rows: Tensor, bias: Tensor) -> None:
         """Take in new rows and biases, also in the leaves' sums."""
         step = max(1, tree.CACHED_ELEMENTS // self.feature_map.width)
@@ -169,9 +178,7 @@ class KernelSampler(AnchoredSampler):
             positions, log_q = self._walk().draw(self.tree, self._query(hidden, exclude, shared), uniforms)
             ids = self._classes(positions)
         else:
-            queries, places = hidden.to(self.bias), (self.position, self.order)
-            ids, log_q = fourier_kernels.draw(self.tree, queries, exclude, self._fourier(), *places, uniforms)
-        self._observe(hidden)
+            ids, log_q = fourier_kernels.draw(self._planned(), hidden.to(self.bias), exclude, uniforms)
         return ids, log_q
 
     def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:
@@ -231,8 +238,10 @@ class KernelSampler(AnchoredSampler):
         return self.tau * (hidden - centred) + nu * centred
 
     def _query(self, hidden: Tensor, exclude: Tensor, shared: bool) -> tree.Query:
-        if self._is_fourier() and not shared:
-            return fourier_kernels.query(self.tree, hidden.to(self.bias), self._positions(exclude), self._fourier())
+        if self._is_fourier():
+            positions = self._positions(exclude.expand(len(hidden), -1))
+            query = fourier_kernels.query(self.tree, hidden.to(self.bias), positions, self._fourier())
+            return self._mixture(query) if shared else query
         hidden, positions, batch = hidden.to(self.bias), self._positions(exclude), len(hidden)
         centred = hidden - self.anchor
         # One pass of the feature map serves the queries and the rows of what they exclude.
@@ -247,7 +256,13 @@ class KernelSampler(AnchoredSampler):
         return self._mixture(query) if shared else query
 
     def _is_fourier(self) -> bool:
-        return isinstance(self.feature_map, RandomFourier | OrthogonalFourier) and self._walk() is kernels
+        return isinstance(self.feature_map, (RandomFourier, OrthogonalFourier)) and self._walk() is kernels
+
+    def _planned(self) -> fourier_kernels.Plan:
+        """The plan of the tree as it is, if `_is_fourier`."""
+        if self._plan is None or self._plan.address != self.tree.sums.data_ptr():
+            self._plan = fourier_kernels.Plan(self.tree, self._fourier(), self.position, self.order)
+        return self._plan
 
     def _fourier(self) -> fourier_kernels.Fourier:
         """What `fourier_kernels` take, if `_is_fourier`."""

@@ -21,9 +21,9 @@ class MixtureSampler(Sampler):
     the one that drew it, which would be a q for which Z' has a larger variance. A share of a sampler that gives every
     class its due, even the uniform one, bounds q from below and with it the weights 1/q of the others' blind spots.
 
-    The uniforms of a query are sorted, so those of a sampler are a run of them, which it gets scaled to (0, 1): m draws
-    cost what m draws of the samplers do, in their proportions, and stratified ones stay so. To them comes `log_prob` of
-    m classes for every sampler. The samplers' own `stratified` plays no part. Rebuild and update go to all of them.
+    Of the sorted uniforms of a query those of a sampler are a run, which it gets scaled to (0, 1): m draws cost what m
+    draws of the samplers do, in their proportions, and stratified ones stay so. To them comes `log_prob` of m classes
+    for every sampler. The samplers' own `stratified` plays no part. Rebuild and update go to all of them.
     """
 
     def __init__(
@@ -58,16 +58,22 @@ class MixtureSampler(Sampler):
         for sampler in self._parts():
             sampler._update(ids, rows, bias)
 
+    def _observe(self, hidden: Tensor) -> None:
+        for sampler in self._parts():
+            sampler._observe(hidden)
+
     def _draw(
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
     ) -> tuple[Tensor, Tensor]:
-        ids = torch.zeros_like(uniforms, dtype=torch.int64)
+        uniforms, places = uniforms.sort(dim=1)
+        ids = torch.zeros_like(places)
         edges = [0.0, *accumulate(self.weights[:-1]), 1.0]
         for sampler, (low, high) in zip(self._parts(), pairwise(edges), strict=True):
             u, columns = _run(uniforms, low, high)
             if u.shape[1]:
                 drawn = sampler._draw(hidden, exclude, u, generator, shared)[0]
                 ids = _put(ids, columns, drawn)
+        ids = torch.empty_like(ids).scatter_(1, places, ids)
         return ids, self._log_prob(hidden, ids, exclude, shared)
 
     def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:

@@ -107,7 +107,6 @@ class MomentSampler(AnchoredSampler):
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
     ) -> tuple[Tensor, Tensor]:
         check_dim("hidden", hidden, self.dim)
-        self._observe(hidden)
         walk = moment_kernels.draw if self._compiled() else draw
         queries = self._queries(hidden, exclude, shared, self._held(uniforms.shape[1]))
         parts = [walk(self.leaves, query, uniforms[rows]) for rows, query in queries]

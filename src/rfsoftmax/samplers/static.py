@@ -98,19 +98,26 @@ class UniformSampler(_StaticSampler):
 
 @final
 class LogUniformSampler(_StaticSampler):
-    """q_i = log((i + 2) / (i + 1)) / log(n + 1): Zipf's law for classes numbered from the most frequent on."""
+    """q_i proportional to log((k + 2) / (k + 1)), k = first + i: Zipf's law, the most frequent class being number 0.
 
-    def __init__(self, num_classes: int, *, stratified: bool = True) -> None:
+    With `first` = 0 the sum is log(n + 1); another is for a range of the classes, the first of which has that number.
+    """
+
+    def __init__(self, num_classes: int, *, first: int = 0, stratified: bool = True) -> None:
         super().__init__(num_classes, stratified)
+        if first < 0:
+            raise ValueError(f"first: expected at least 0, got {first}")
+        self.first = first
+        self._total = math.log1p(num_classes / (first + 1))
 
     def _mass(self, ids: Tensor) -> Tensor:
-        return torch.log1p(1 / (ids.double() + 1)) / math.log(self.num_classes + 1)
+        return torch.log1p(1 / (ids.double() + (self.first + 1))) / self._total
 
     def _cdf(self, ids: Tensor) -> Tensor:
-        return torch.log1p(ids.double()) / math.log(self.num_classes + 1)
+        return torch.log1p(ids.double() / (self.first + 1)) / self._total
 
     def _inverse_cdf(self, u: Tensor) -> Tensor:
-        return torch.expm1(u * math.log(self.num_classes + 1)).long()
+        return (torch.expm1(u * self._total) * (self.first + 1)).long()
 
     def _pick(self, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None) -> Tensor:
         return self._invert_around(exclude, uniforms)
