@@ -25,7 +25,7 @@ def run(method: str, options: argparse.Namespace) -> dict[str, int]:
     batches = Batches(n, dim, options.batch)
     mode = method.removeprefix("ours, ")
     if mode in MODES:
-        head = our_head(n, dim, options.negatives, mode)
+        head = our_head(n, dim, options.negatives, mode).to(getattr(torch, options.dtype))
         step = step_of(head)
     else:
         step = baselines()[method](n, dim, options.negatives)
@@ -45,7 +45,8 @@ def needed(step: Step) -> int:
 
 def measure(method: str, num_classes: int, options: argparse.Namespace) -> dict[str, Any]:
     """A row, from a process of its own."""
-    settings = {"dim": options.dim, "batch": options.batch, "negatives": options.negatives, "steps": options.steps}
+    settings: dict[str, Any] = {"dim": options.dim, "batch": options.batch, "negatives": options.negatives}
+    settings |= {"steps": options.steps, "dtype": options.dtype if method.startswith("ours") else "float32"}
     arguments = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, __file__, "--run", method, "--num-classes", str(num_classes), *arguments]
     found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
@@ -55,7 +56,6 @@ def measure(method: str, num_classes: int, options: argparse.Namespace) -> dict[
         "num_classes": num_classes,
         **settings,
         **found,
-        "embedding_bytes": 4 * num_classes * options.dim,
         "times_needed": round(own / found["needed_bytes"], 3),
         "times_needed_with_imports": round(found["peak_bytes"] / found["needed_bytes"], 3),
     }
@@ -75,7 +75,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             if row["method"] == name
         }
         axis.plot(list(some), list(some.values()), marker="o", label=name, lw=2.5 if name.startswith("ours") else 1)
-    least = {row["num_classes"]: 3 * row["embedding_bytes"] / 1e9 for row in rows}
+    least = {row["num_classes"]: row["needed_bytes"] / 1e9 for row in rows if row["method"].startswith("ours")}
     axis.plot(list(least), list(least.values()), "k:", label="embeddings and Adam's two moments")
     axis.set(xscale="log", yscale="log", xlabel="classes", ylabel="peak memory less imports, GB")
     axis.legend(fontsize=8)
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--num-classes", type=int, nargs="+", default=sizes)
     parser.add_argument("--largest-baseline", type=int, default=1_000_000, help="above it only ours is measured")
     parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of our embeddings")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--negatives", type=int, default=128, help="m")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))

@@ -1,12 +1,17 @@
 """The benchmarks of memory, updates, first use and the parts of a step, at tiny sizes: what they write must add up."""
 
 import csv
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import rfsoftmax as rf
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--dim", "8", "--batch", "16", "--negatives", "10"]
@@ -102,3 +107,33 @@ def test_bench_start_finds_the_cache_faster_than_the_compiler(tmp_path: Path) ->
 def test_make_bench_runs_every_benchmark() -> None:
     recipe = (ROOT / "Makefile").read_text().split("\nbench:")[1].split("\n\n")[0]
     assert set(re.findall(r"bench_\w+(?=\.py)", recipe)) == {path.stem for path in ROOT.glob("benchmarks/bench_*.py")}
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("plan_memory")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_counts_the_bytes_that_a_head_and_its_optimizer_hold(dtype: str, plan: Any) -> None:
+    n, dim = 64 * 20, 16
+    head = rf.SoftmaxHead(dim, n).to(getattr(torch, dtype))
+    optimizer = torch.optim.SparseAdam(list(head.parameters()), lr=0.1)
+    for _ in range(2):
+        head(torch.randn(8, dim), torch.arange(8)).backward()
+        optimizer.step()
+    moments = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    expected = plan.trained(dim, dtype, "SparseAdam")
+    assert [head.weight.nbytes / n, sum(moment.nbytes for moment in moments) / n] == list(expected.values())
+    sampler: Any = head.sampler
+    # What depends on n; the rest is a few vectors of d numbers. Tensors that share their memory count once.
+    held = {t.data_ptr(): t.nbytes for t in sampler.buffers() if len(t.shape) and len(t) >= n // 64}
+    del held[sampler.feature_map.frequencies.data_ptr()], held[sampler.recent.data_ptr()]
+    assert sum(held.values()) - 4 == n * sum(plan.sampler(dim).values())  # position has a place for no class
+
+
+def test_the_tables_of_docs_scaling_are_those_of_the_plan(plan: Any) -> None:
+    lines = (ROOT / "docs" / "scaling.md").read_text().splitlines()
+    assert set(plan.parts_table(64) + plan.ranks_table()) <= set(lines)
+    assert plan.ranks(1e9, 64, "float32", "SparseAdam") * (plan.RANK - plan.PROCESS) > 1e9 * 944

@@ -1,0 +1,107 @@
+"""The memory of a head with the default sampler, by formula: bytes per class of every part, and the ranks that n takes.
+
+Prints the tables of docs/scaling.md; with `--measured results/bench_memory.csv` also the one that sets the formula
+beside what bench_memory.py found.
+"""
+
+import argparse
+import csv
+import math
+from pathlib import Path
+
+from rfsoftmax.head import DEFAULT_SAMPLER
+
+BLOCK, FEATURES = 64, DEFAULT_SAMPLER["num_features"]
+MOMENTS = {"SparseAdam": 2, "Adagrad": 1, "SGD": 0}
+ITEM = {"float32": 4, "bfloat16": 2}
+# A rank of 64 GB of which a tenth stays free, and what a process takes before it has any class: torch and kernels.
+RANK, PROCESS = 0.9 * 64e9, 0.5e9
+
+
+def trained(dim: int, dtype: str, optimizer: str) -> dict[str, float]:
+    """Bytes per class of what any training of the embeddings needs."""
+    embedding = ITEM[dtype] * dim
+    return {"embeddings": embedding, f"state of {optimizer}": MOMENTS[optimizer] * embedding}
+
+
+def sampler(dim: int) -> dict[str, float]:
+    """Bytes per class of the default sampler. Two nodes of 2 D float32 sums, a weight and a count each for a block."""
+    return {
+        "bfloat16 copy of the embeddings": 2 * dim,
+        "sums of the tree": 2 * 2 * FEATURES * 4 / BLOCK,
+        "weights and counts of the tree": 2 * (8 + 8) / BLOCK,
+        "order and position, int32": 8,
+        "bias": 4,
+    }
+
+
+def rebuild() -> float:
+    """Bytes per class that a rebuild holds for a moment: keys of the sort and the new order, less the old tables."""
+    return 8 + 4 - 8
+
+
+def total(dim: int, dtype: str, optimizer: str) -> float:
+    return sum(trained(dim, dtype, optimizer).values()) + sum(sampler(dim).values()) + rebuild()
+
+
+def ranks(num_classes: float, dim: int, dtype: str, optimizer: str) -> int:
+    return math.ceil(num_classes * total(dim, dtype, optimizer) / (RANK - PROCESS))
+
+
+def parts_table(dim: int, optimizer: str = "SparseAdam") -> list[str]:
+    columns = [{**trained(dim, dtype, optimizer), **sampler(dim), "rebuild, for a moment": rebuild()} for dtype in ITEM]
+    lines = [f"| bytes per class, d = {dim} | {' | '.join(ITEM)} |", "|---|---|---|"]
+    lines += [f"| {part} | {' | '.join(f'{column[part]:g}' for column in columns)} |" for part in columns[0]]
+    least = [sum(trained(dim, dtype, optimizer).values()) for dtype in ITEM]
+    sums = [sum(column.values()) for column in columns]
+    lines.append(f"| all | {' | '.join(f'{s:g}' for s in sums)} |")
+    ratios = " | ".join(f"{s / need:.2f}" for s, need in zip(sums, least, strict=True))
+    return [*lines, f"| all, over embeddings and optimizer | {ratios} |"]
+
+
+def ranks_table() -> list[str]:
+    sizes = {"10^7": 1e7, "10^8": 1e8, "10^9": 1e9}
+    heading = f"| d, dtype, optimizer | bytes per class | {' | '.join(f'n = {name}' for name in sizes)} |"
+    lines = [heading, "|---" * 5 + "|"]
+    for dim in (64, 128, 256):
+        for dtype, optimizer in (("float32", "SparseAdam"), ("float32", "SGD"), ("bfloat16", "SparseAdam")):
+            each = total(dim, dtype, optimizer)
+            cells = [f"{_size(n * each)}: {_ranks(ranks(n, dim, dtype, optimizer))}" for n in sizes.values()]
+            lines.append(f"| {dim}, {dtype}, {optimizer} | {each:,.1f} | {' | '.join(cells)} |")
+    return lines
+
+
+def measured_table(path: Path) -> list[str]:
+    with path.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["method"].startswith("ours")]
+    heading = "| measured | n | formula | peak | peak less imports | the same over embeddings and optimizer |"
+    lines = [heading, "|---" * 6 + "|"]
+    for row in rows:
+        n, dim, own = int(row["num_classes"]), int(row["dim"]), int(row["peak_bytes"]) - int(row["imported_bytes"])
+        of_formula = n * total(dim, row["dtype"], "SparseAdam")
+        cells = [_size(size) for size in (of_formula, int(row["peak_bytes"]), own)]
+        name = f"{row['method'].removeprefix('ours, ')}, {row['dtype']}, d = {dim}"
+        lines.append(f"| {name} | {n:,} | {' | '.join(cells)} | {row['times_needed']} |")
+    return lines
+
+
+def _size(size: float) -> str:
+    unit, name = (1e12, "TB") if size >= 1e12 else (1e9, "GB") if size >= 1e9 else (1e6, "MB")
+    return f"{size / unit:.3g} {name}"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number > 1 else ''}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", type=Path, help="rows of bench_memory.py to set beside the formula")
+    options = parser.parse_args()
+    tables = [parts_table(64), ranks_table()]
+    tables += [measured_table(options.measured)] if options.measured else []
+    print("\n\n".join("\n".join(lines) for lines in tables))
+
+
+if __name__ == "__main__":
+    main()
