@@ -89,7 +89,7 @@ def _seeds(run: Planned, num: int) -> list[Planned]:
 
 def _ptb(label: str, epochs: int, method: str, options: dict[str, Any] | None = None, **settings: Any) -> Planned:
     """An LSTM with d = 200 on Penn Treebank, all of its 10,000 words, batches of 20 x 35 words, m = 100."""
-    given = {"vocab": 0, "epochs": epochs, "dropout": 0.3, "schedule": "cosine", **settings}
+    given = {"vocab": 0, "epochs": epochs, "dropout": 0.4, "schedule": "cosine", **settings}
     config = replace(DEFAULTS["text"], method=method, sampler_options=options or {}, **given)
     return Planned(label, PTB, config, _step_seconds(PTB, _PTB_SECONDS, config))
 
