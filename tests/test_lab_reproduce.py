@@ -88,6 +88,19 @@ def test_every_run_of_the_plan_leaves_a_result_with_its_circumstances(data: Path
         assert str(everything) not in json.dumps(result)
 
 
+def test_of_a_finished_run_its_last_model_is_kept_and_its_result_can_be_made_again(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce(data, tmp_path, "figure3 --only Uniform") == 0
+    (run,) = (path for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    files = sorted(str(path.relative_to(run / "checkpoints")) for path in (run / "checkpoints").rglob("*.*"))
+    assert files == ["step-000000040/model.safetensors", "step-000000040/progress.json"]
+    (before,) = results(tmp_path).values()
+    (tmp_path / "results" / f"{run.name}.json").unlink()
+    assert reproduce(data, tmp_path, "figure3 --only Uniform") == 0
+    assert list(results(tmp_path).values()) == [before]
+
+
 def test_nothing_is_run_twice(data: Path, everything: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reproduce(data, everything, "all --seeds 0") == 0
     said = capsys.readouterr().out
@@ -203,7 +216,7 @@ def test_a_run_of_train_with_the_settings_of_the_plan_is_adopted(
     assert "figure3: Uniform, seed 0" in capsys.readouterr().out
     assert not (tmp_path / "by-hand").exists()
     assert reproduce(data, tmp_path, "figure3 --only Uniform") == 0
-    assert "nothing was left to do" in capsys.readouterr().out
+    assert "step 40/40" not in capsys.readouterr().out  # nothing was left to do
     (result,) = results(tmp_path).values()
     assert result["config"]["method"] == "uniform"
     assert len(result["evaluations"]) == 2
