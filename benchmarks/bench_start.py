@@ -29,7 +29,7 @@ import rfsoftmax as rf
 times.append(time.perf_counter())
 for mode in ("per_example", "shared"):
     head = rf.SoftmaxHead(64, 10_000, negatives=mode)
-    optimizer = torch.optim.SparseAdam(list(head.parameters()), lr=1e-2)
+    optimizer = rf.SparseAdam(list(head.parameters()), lr=1e-2)
     for _ in range(3):
         optimizer.zero_grad()
         head(torch.randn(256, 64), torch.randint(10_000, (256,))).backward()

@@ -201,7 +201,7 @@ KILLED_IN_A_CHECKPOINT = """
 import os, signal, sys
 from rfsoftmax.lab import checkpoints, cli
 
-write = checkpoints._written
+write = checkpoints.written
 
 def write_half(path, work):
     write(path, work)
@@ -209,7 +209,7 @@ def write_half(path, work):
         os.truncate(path, path.stat().st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 
-checkpoints._written = write_half
+checkpoints.written = write_half
 cli.main(sys.argv[2:])
 """
 

@@ -871,7 +871,7 @@ def test_nu_is_the_lesser_of_tau_and_half_the_log_of_num_features(tau: float, nu
             "exact",
             {"power": 1.0, "nu": 2.0},
             TypeError,
-            "options of 'exact': expected any of absolute, stratified, got nu, power",
+            "options of 'exact': expected any of absolute, quadratic, stratified, got nu, power",
         ),
         (
             "quadratic",

@@ -31,8 +31,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, sharded_checks.__file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [subprocess.Popen([*command, str(rank), str(shared)], env=environment) for rank in range(MOST)]
-    for process in ranks:
-        process.wait(SECONDS)
+    try:
+        for process in ranks:
+            process.wait(SECONDS)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
     return shared
 
 
