@@ -89,7 +89,7 @@ def _seeds(run: Planned, num: int) -> list[Planned]:
 
 def _ptb(label: str, epochs: int, method: str, options: dict[str, Any] | None = None, **settings: Any) -> Planned:
     """An LSTM with d = 200 on Penn Treebank, all of its 10,000 words, batches of 20 x 35 words, m = 100."""
-    given = {"vocab": 0, "epochs": epochs, "dropout": 0.3, "schedule": "cosine", **settings}
+    given = {"vocab": 0, "epochs": epochs, "dropout": 0.4, "schedule": "cosine", **settings}
     config = replace(DEFAULTS["text"], method=method, sampler_options=options or {}, **given)
     return Planned(label, PTB, config, _step_seconds(PTB, _PTB_SECONDS, config))
 
@@ -152,7 +152,7 @@ def _figure4(small: bool) -> list[Planned]:
 
 def _xc(dataset: str, label: str, method: str, options: dict[str, Any] | None = None, **settings: Any) -> Planned:
     """The paper's linear model with d = 128 for 5 epochs, m = 100 (the paper does not give its m)."""
-    given = {"epochs": 5, "schedule": "cosine", **settings}
+    given = {"epochs": 5, "schedule": "linear", **settings}
     config = replace(DEFAULTS["xc"], method=method, sampler_options=options or {}, **given)
     return Planned(label, dataset, config, _step_seconds(dataset, _XC_SECONDS, config))
 
