@@ -88,6 +88,19 @@ def test_every_run_of_the_plan_leaves_a_result_with_its_circumstances(data: Path
         assert str(everything) not in json.dumps(result)
 
 
+def test_of_a_finished_run_its_last_model_is_kept_and_its_result_can_be_made_again(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce(data, tmp_path, "figure3 --only Uniform") == 0
+    (run,) = (path for path in (tmp_path / "runs").iterdir() if path.is_dir())
+    files = sorted(str(path.relative_to(run / "checkpoints")) for path in (run / "checkpoints").rglob("*.*"))
+    assert files == ["step-000000040/model.safetensors", "step-000000040/progress.json"]
+    (before,) = results(tmp_path).values()
+    (tmp_path / "results" / f"{run.name}.json").unlink()
+    assert reproduce(data, tmp_path, "figure3 --only Uniform") == 0
+    assert list(results(tmp_path).values()) == [before]
+
+
 def test_nothing_is_run_twice(data: Path, everything: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reproduce(data, everything, "all --seeds 0") == 0
     said = capsys.readouterr().out
@@ -196,7 +209,7 @@ def test_a_run_of_train_with_the_settings_of_the_plan_is_adopted(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = "--dim 8 --num-negatives 5 --batch-size 6 --seq-len 5 --epochs 2"
-    settings = f"--vocab 0 --dropout 0.3 --schedule cosine --method uniform {sizes}"
+    settings = f"--vocab 0 --dropout 0.4 --schedule cosine --method uniform {sizes}"
     monkeypatch.chdir(data)  # where the run was made must not matter
     assert cli.main(["train", "text", "--data", "ptb", "--run", str(tmp_path / "by-hand"), *settings.split()]) == 0
     monkeypatch.chdir(tmp_path)
@@ -204,7 +217,7 @@ def test_a_run_of_train_with_the_settings_of_the_plan_is_adopted(
     assert "figure3: Uniform, seed 0" in capsys.readouterr().out
     assert not (tmp_path / "by-hand").exists()
     assert reproduce(data, tmp_path, "figure3 --only Uniform") == 0
-    assert "nothing was left to do" in capsys.readouterr().out
+    assert "step 40/40" not in capsys.readouterr().out  # nothing was left to do
     (result,) = results(tmp_path).values()
     assert result["config"]["method"] == "uniform"
     assert len(result["evaluations"]) == 2
@@ -214,7 +227,7 @@ def test_a_run_of_other_settings_or_data_is_not_adopted(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = "--dim 8 --num-negatives 5 --batch-size 6 --seq-len 5 --epochs 2 --vocab 0 --schedule cosine"
-    for number, (text, more) in enumerate((("ptb", "--dropout 0.1"), ("enwiki/enwiki.txt", "--dropout 0.3"))):
+    for number, (text, more) in enumerate((("ptb", "--dropout 0.1"), ("enwiki/enwiki.txt", "--dropout 0.4"))):
         run = tmp_path / f"run{number}"
         line = ["train", "text", "--data", str(data / text), "--run", str(run), "--method", "uniform"]
         assert cli.main([*line, *sizes.split(), *more.split()]) == 0
@@ -224,7 +237,7 @@ def test_a_run_of_other_settings_or_data_is_not_adopted(
 
 
 def test_the_runs_of_figure_3_are_those_of_the_command_of_the_documentation() -> None:
-    given = {"vocab": 0, "epochs": 10, "dropout": 0.3, "schedule": "cosine"}
+    given = {"vocab": 0, "epochs": 10, "dropout": 0.4, "schedule": "cosine"}
     by_hand = [
         run_name("ptb", resolve("text", None, {**given, "method": m, "data": "x"}))
         for m in ("full", "default", "uniform")

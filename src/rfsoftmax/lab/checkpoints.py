@@ -94,6 +94,14 @@ def saved(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("step-*") if not path.name.endswith(_PARTIAL))
 
 
+def keep_model(directory: Path) -> None:
+    """Of a run that is at its end keep the model of the last checkpoint: the state of a large tree is gigabytes."""
+    steps = saved(directory)
+    for old in steps[:-1]:
+        shutil.rmtree(old, ignore_errors=True)
+    (steps[-1] / TRAINING).unlink(missing_ok=True)
+
+
 def find(directory: Path, which: str = "last") -> Path:
     """The checkpoint "last", "best" or of a step."""
     steps = saved(directory)

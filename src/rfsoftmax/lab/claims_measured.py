@@ -79,12 +79,14 @@ def theorem_rows(book: Book) -> list[dict[str, Any]]:
 
 
 def _bounded(columns: tuple[str, ...], least_m: int) -> Callable[[Book], Verdict]:
-    """Whether no more than stray coordinates are outside, for every sampler and m from `least_m` on."""
+    """Whether no more than stray coordinates are outside, for every sampler and m from `least_m`, or the last, on."""
 
     def judge(book: Book) -> Verdict:
-        rows = [row for row in theorem_rows(book) if row["num_negatives"] >= least_m]
+        rows = theorem_rows(book)
         if not rows:
             return NOT_RUN
+        least = min(least_m, max(row["num_negatives"] for row in rows))
+        rows = [row for row in rows if row["num_negatives"] >= least]
         worst = max(rows, key=lambda row: max(row[column] for column in columns))
         share = max(worst[column] for column in columns)
         broken = sum(any(row[column] > _STRAY for column in columns) for row in rows)

@@ -152,7 +152,7 @@ def _figure4(small: bool) -> list[Planned]:
 
 def _xc(dataset: str, label: str, method: str, options: dict[str, Any] | None = None, **settings: Any) -> Planned:
     """The paper's linear model with d = 128 for 5 epochs, m = 100 (the paper does not give its m)."""
-    given = {"epochs": 5, "schedule": "cosine", **settings}
+    given = {"epochs": 5, "schedule": "linear", **settings}
     config = replace(DEFAULTS["xc"], method=method, sampler_options=options or {}, **given)
     return Planned(label, dataset, config, _step_seconds(dataset, _XC_SECONDS, config))
 

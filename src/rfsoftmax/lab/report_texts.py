@@ -56,7 +56,7 @@ ABOUT = {
         "Precision at 1, 3 and 5 after equal iterations on three data sets of the extreme classification repository: "
         "a linear map of sparse features to d = 128, normalised.",
         "TIBKAT in place of them (90,452 records, 86,374 features, 35,116 subject headings), the same model, 5 epochs "
-        "of batches of 128, m = 100 and D = 1024 (the paper gives neither), SparseAdam at 0.005 falling by a cosine, "
+        "of batches of 128, m = 100 and D = 1024 (the paper gives neither), SparseAdam at 0.005 falling linearly, "
         "all labels of a record learned at once, three seeds. Softmax loss is the mean of -log p over the labels, by "
         "the plain softmax.",
     ),

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from .checkpoints import PROGRESS, read_progress, saved
+from .checkpoints import PROGRESS, keep_model, read_progress, saved
 from .experiments import ENWIKI, PTB, TIBKAT, TRAINED, Planned, plan, with_seeds
 from .measurements import MEASURED, Measurement, MissingRunError
 from .places import Places
 from .results import deciding
 from .runs import CONFIG, Run
-from .tasks import make_task
+from .tasks import Task, make_task
 from .timing import commit
 from .train import DivergedError, StoppedError, Trainer, new_trainer
 from .training_results import training_result
@@ -101,20 +101,31 @@ def is_done(work: Work, places: Places) -> bool:
 def _carry_out(work: Work, places: Places) -> Path:
     if isinstance(work, Measurement):
         return places.results.write(work.name, work.measure(places))
-    trainer = _trainer(work, places)
-    trainer.fit()
-    return places.results.write(work.name, training_result(work.dataset, trainer.run, trainer.task))
+    run, task = _trained(work, places)
+    path = places.results.write(work.name, training_result(work.dataset, run, task))
+    keep_model(run.checkpoints)
+    return path
 
 
-def _trainer(planned: Planned, places: Places) -> Trainer:
-    """Of the run in its directory if it has begun, else of a new one."""
+def _trained(planned: Planned, places: Places) -> tuple[Run, Task]:
+    """The run, finished: from its last checkpoint if it has begun, else from the start."""
     directory = places.runs / planned.name
     elsewhere: dict[str, Any] = {**places.of(planned.dataset), "cache": str(places.cache)}
-    if not (directory / CONFIG).exists():
-        return new_trainer(directory, replace(planned.config, **elsewhere))
-    run = Run(directory)
-    run.reconfigure(elsewhere)
-    return Trainer(run, make_task(run.config))
+    if (directory / CONFIG).exists():
+        run = Run(directory)
+        run.reconfigure(elsewhere)
+        if _is_finished(run):
+            return run, make_task(run.config)
+        trainer = Trainer(run, make_task(run.config))
+    else:
+        trainer = new_trainer(directory, replace(planned.config, **elsewhere))
+    trainer.fit()
+    return trainer.run, trainer.task
+
+
+def _is_finished(run: Run) -> bool:
+    steps = saved(run.checkpoints)
+    return bool(steps) and read_progress(steps[-1])[0].epoch >= run.config.epochs
 
 
 def adopt(directory: Path, choice: Choice, places: Places) -> str:
