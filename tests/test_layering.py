@@ -74,22 +74,23 @@ def test_the_modules_of_the_core_are_all_read() -> None:
     assert "features" in found["samplers.kernel"]
 
 
-def test_features_tree_and_losses_import_nothing_of_ours() -> None:
+def test_features_memory_and_losses_import_nothing_of_ours() -> None:
     found = imports()
-    assert {name: found[name] for name in ("features", "tree", "losses")} == {
+    assert {name: found[name] for name in ("features", "memory", "losses")} == {
         "features": set(),
-        "tree": set(),
+        "memory": set(),
         "losses": set(),
     }
 
 
-def test_kernels_import_the_tree_alone() -> None:
+def test_the_tree_imports_memory_alone_and_kernels_the_tree() -> None:
+    assert all(within(name, "memory") for name in imports()["tree"])
     assert all(within(name, "tree") for name in imports()["kernels"])
 
 
 def test_samplers_import_neither_head_nor_losses() -> None:
     kernels = ("kernels", "fourier_kernels", "moment_kernels", "rebuild_kernels", "uniforms")
-    allowed = ("samplers", "features", "calibration", "tree", *kernels)
+    allowed = ("samplers", "features", "calibration", "memory", "tree", *kernels)
     for module, names in imports().items():
         if within(module, "samplers"):
             strangers = {name for name in names if name and not any(within(name, family) for family in allowed)}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import rfsoftmax as rf
-from rfsoftmax import kernels, tree
+from rfsoftmax import kernels
 from rfsoftmax.samplers import rows as class_rows
 from rfsoftmax.samplers.anchor import falling_keys
 from sampler_contract import all_log_probs, problem, seeded
@@ -198,12 +198,3 @@ def test_both_sorts_put_equal_weights_in_the_order_of_ids(dtype: torch.dtype) ->
     sampler.rebuild(weight)
     for group in sampler.order.view(5, 13).tolist():
         assert group == list(range(group[0], 65, 5))
-
-
-def test_room_is_taken_over_only_if_it_fits() -> None:
-    old = torch.zeros(3, 4)
-    assert tree.room((3, 4), torch.zeros(()), old) is old
-    for shape, like in (((4, 3), torch.zeros(())), ((3, 4), torch.zeros((), dtype=torch.float64))):
-        made = tree.room(shape, like, old)
-        assert made is not old
-        assert (made.shape, made.dtype) == (shape, like.dtype)

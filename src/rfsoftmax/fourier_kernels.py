@@ -20,6 +20,7 @@ from .kernels import (
     compiled,
     dot,
     leaf_arrays,
+    less,
     number,
     path_cost,
     row_array,
@@ -30,6 +31,8 @@ from .tree import Query, Tree
 # Ratios of successive terms of the series of sin(x)/x and cos(x), from the ninth down.
 _SINE_TERMS = tuple(1 / (2 * k * (2 * k + 1)) for k in range(9, 0, -1))
 _COSINE_TERMS = tuple(1 / (2 * k * (2 * k - 1)) for k in range(9, 0, -1))
+# pi/2 in three parts: whole multiples of the first two, up to 2^14, are exact in float32.
+_QUARTERS = (1.5703125, 4.8375129699707031e-4, 7.549789954891882e-8)
 
 
 class Settings(NamedTuple):
@@ -102,7 +105,7 @@ def draw(plan: Plan, hidden: Tensor, excluded: Tensor, uniforms: Tensor) -> tupl
     nodes, leaves, settings = plan.nodes, plan.leaves, plan.settings
     u, i, q = uniforms.numpy(), ids.numpy(), log_q.numpy()
     cost = (1 + excluded.shape[1]) * plan.class_cost + u.shape[1] * plan.path_cost
-    spread(lambda a, b: _query_and_draw(source, classes, nodes, leaves, settings, u, i, q, a, b), len(u), cost)
+    spread(lambda a, b: _query_and_draw(source, classes, nodes, leaves, settings, u, i, q, a, b), len(u), cost, 1)
     return ids, log_q
 
 
@@ -134,23 +137,25 @@ def _query_cost(fourier: Fourier, excluded: Tensor) -> int:
 @compiled
 def _cos_sin(angles: np.ndarray, cosines: np.ndarray, sines: np.ndarray, scale: float) -> None:
     """scale x cos and sin of angles, exact to their own type and vectorised: series about multiples of pi/2."""
-    one = cosines.dtype.type(1.0)
+    kind = cosines.dtype.type
+    one, per_turn = kind(1.0), kind(2 / np.pi)
+    high, middle, low = kind(_QUARTERS[0]), kind(_QUARTERS[1]), kind(_QUARTERS[2])
     first = 3 if cosines.itemsize == 4 else 0  # terms below the rounding of float32
     for i in range(angles.shape[0]):
-        angle = np.float64(angles[i])
-        turns = np.rint(angle * (2 / np.pi))
-        x = cosines.dtype.type(angle - turns * 1.5707963267341256 - turns * 6.077100506506192e-11)
+        angle = kind(angles[i])
+        turns = np.rint(angle * per_turn)
+        x = less(less(angle, turns, high, middle), turns, low, kind(0.0))
         y = x * x
         s, c = one, one
         for k in range(first, 9):
-            s = one - s * y * cosines.dtype.type(_SINE_TERMS[k])
-            c = one - c * y * cosines.dtype.type(_COSINE_TERMS[k])
+            s = one - s * y * kind(_SINE_TERMS[k])
+            c = one - c * y * kind(_COSINE_TERMS[k])
         s *= x
         quarter = np.int32(turns) & 3
         odd = (quarter & 1) == 1
         cosine, sine = (s, c) if odd else (c, s)
-        cosines[i] = (-cosine if quarter == 1 or quarter == 2 else cosine) * cosines.dtype.type(scale)
-        sines[i] = (-sine if quarter >= 2 else sine) * cosines.dtype.type(scale)
+        cosines[i] = (-cosine if quarter == 1 or quarter == 2 else cosine) * kind(scale)
+        sines[i] = (-sine if quarter >= 2 else sine) * kind(scale)
 
 
 @compiled

@@ -9,6 +9,7 @@ from torch import Generator, Tensor, nn
 
 from . import logit_kernels, losses
 from .groups import like_queries, restored
+from .memory import in_huge_pages
 from .samplers import DEFAULT_TAU, InBatchSampler, Sampler, Samples, make_sampler
 from .samplers.anchor import AnchoredSampler
 from .samplers.base import check_ids, check_matrix
@@ -120,7 +121,8 @@ class SoftmaxHead(nn.Module):
         self.reduction = reduction
         self.update_every = update_every
         self.rebuild_every = rebuild_every or max(1000, num_classes // 100)
-        self.weight = nn.Parameter(torch.randn(num_classes, dim) / math.sqrt(dim))
+        weight = in_huge_pages(torch.empty(num_classes, dim))
+        self.weight = nn.Parameter(weight.normal_().div_(math.sqrt(dim)))
         self.bias = nn.Parameter(torch.zeros(num_classes)) if bias else None
         if sampler is None or isinstance(sampler, str):
             options: dict[str, Any] = {"name": sampler} if sampler else DEFAULT_SAMPLER

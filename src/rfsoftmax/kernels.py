@@ -37,8 +37,8 @@ _MIN_WORK_PER_THREAD = 1_000_000
 _LEAST_PRODUCT = 1e-200
 # A score by subtraction is at least this share of what it was subtracted from, and its rounding error thus small.
 _LEAST_KEPT = 0.2
-# Nodes visited at once on a level: enough to hide the latency of memory, few enough for the cache.
-_GROUP = 512
+# Walks at once: the more, the more of them read the same node and block one after another.
+_GROUP = 1 << 15
 # Rows on their way to the cache ahead of the one in use.
 _AHEAD = 8
 _NORMALIZE_EPS = 1e-12  # the default of F.normalize
@@ -86,14 +86,14 @@ def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
 def renew(tree: Tree, positions: Tensor) -> None:
     leaves = tree.leaf_of(positions).unique().numpy()
     sums, weights = tree.sums.numpy(), tree.weights.numpy()
-    spread(lambda a, b: _renew(sums, weights, leaves, a, b), sums.shape[1], len(leaves) * tree.depth)
+    spread(lambda a, b: _renew(sums, weights, leaves, a, b), sums.shape[1], len(leaves) * tree.depth, 1)
 
 
 def draw(tree: Tree, query: Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     positions = torch.empty(uniforms.shape, dtype=torch.int64)
     log_q = torch.empty(uniforms.shape, dtype=torch.float64)
     state, u, p, q = _arrays(tree, query), uniforms.numpy(), positions.numpy(), log_q.numpy()
-    spread(lambda a, b: _draw(state, u, p, q, a, b), len(u), u.shape[1] * path_cost(tree))
+    spread(lambda a, b: _draw(state, u, p, q, a, b), len(u), u.shape[1] * path_cost(tree), 1)
     return positions, log_q
 
 
@@ -126,16 +126,26 @@ def row_array(rows: Tensor) -> np.ndarray:
     return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
 
 
-def spread(work: Callable[[int, int], None], size: int, cost: int) -> None:
-    """work(start, stop) over [0, size) on as many threads as torch uses and the work is worth."""
+def spread(work: Callable[[int, int], None], size: int, cost: int, pieces_each: int = 4) -> None:
+    """work(start, stop) over [0, size) on as many threads as torch uses and the work is worth.
+
+    Each takes a piece when it is done with the last, so that one whose core is still busy otherwise does not hold up
+    the rest; `pieces_each` is 1 where a piece has a cost of its own.
+    """
     threads = min(torch.get_num_threads(), size, 1 + size * cost // _MIN_WORK_PER_THREAD)
     if threads <= 1:
         work(0, size)
         return
-    edges = [size * i // threads for i in range(threads + 1)]
+    num = min(size, threads * pieces_each)
+    pieces = itertools.pairwise([size * i // num for i in range(num + 1)])
+
+    def work_on() -> None:
+        for start, stop in pieces:
+            work(start, stop)
+
     pool = _pool(os.getpid(), torch.get_num_threads())
-    waiting = [pool.submit(work, a, b) for a, b in itertools.pairwise(edges[1:])]
-    work(edges[0], edges[1])
+    waiting = [pool.submit(work_on) for _ in range(threads - 1)]
+    work_on()
     for part in waiting:
         part.result()
 
@@ -201,6 +211,27 @@ def dot(x: np.ndarray, y: np.ndarray) -> float:
     for i in range(x.shape[0]):
         total += number(x[i]) * number(y[i])
     return total
+
+
+@compiled
+def _dots(x: np.ndarray, rows: np.ndarray, start: int, size: int, ahead: int, out: np.ndarray) -> None:
+    """out[k] = x . rows[start + k], four at a time; rows so far `ahead` of them, unless 0, are fetched meanwhile."""
+    whole = size // 4 * 4
+    for k in range(0, whole, 4):
+        first = start + k
+        if ahead:
+            _prefetch(rows, first + ahead, first + ahead + 4)
+        a, b, c, d = rows[first], rows[first + 1], rows[first + 2], rows[first + 3]
+        of_a = number(a[0]) - number(a[0])
+        of_b, of_c, of_d = of_a, of_a, of_a
+        for j in range(x.shape[0]):
+            of_a += x[j] * number(a[j])
+            of_b += x[j] * number(b[j])
+            of_c += x[j] * number(c[j])
+            of_d += x[j] * number(d[j])
+        out[k], out[k + 1], out[k + 2], out[k + 3] = of_a, of_b, of_c, of_d
+    for k in range(whole, size):
+        out[k] = dot(x, rows[start + k])
 
 
 @compiled
@@ -292,26 +323,41 @@ def _renew(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, start: int
 
 
 @intrinsic
-def _float_of_bits(context: Any, bits: Any) -> Any:
-    """The float64 with the bits of an int64."""
+def _two_to(context: Any, power: Any) -> Any:
+    """2 to the power of a whole number, of the same float type; it must not under- or overflow."""
+    bits, kind, excess, mantissa = (32, ir.FloatType(), 127, 23)
+    if power == types.float64:
+        bits, kind, excess, mantissa = (64, ir.DoubleType(), 1023, 52)
 
     def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.DoubleType())
+        whole = builder.fptosi(arguments[0], ir.IntType(bits))
+        exponent = builder.add(whole, ir.Constant(ir.IntType(bits), excess))
+        return builder.bitcast(builder.shl(exponent, ir.Constant(ir.IntType(bits), mantissa)), kind)
 
-    return types.float64(types.int64), make
+    return power(power), make
+
+
+@njit(cache=True, nogil=True, fastmath={"contract"})
+def less(x: float, times: float, high: float, low: float) -> float:
+    """x - times (high + low), where times x high is exact: not to be reassociated, which would round the sum."""
+    return x - times * high - times * low
 
 
 @compiled
 def _exp(x: np.ndarray, largest: float, out: np.ndarray, size: int) -> None:
-    """exp(x - largest) for x <= largest, exact to float64 and vectorised: 2^k times a series; below 1e-300 that."""
+    """exp(x - largest) for x <= largest, exact to out's type and vectorised: 2^k times a series; at least 1e-37."""
+    kind = out.dtype.type
+    one, most, least = kind(1.0), kind(largest), kind(-85.0)
+    per_log, high, low = kind(1.4426950408889634), kind(0.693359375), kind(-2.1219444005469057e-4)
+    first = 6 if out.itemsize == 4 else 0  # terms below the rounding of float32
     for i in range(size):
-        y = max(x[i] - largest, -690.0)
-        whole = np.rint(y * 1.4426950408889634)
-        y = y - whole * 0.6931471803691238 - whole * 1.9082149292705877e-10
-        z = 1.0
-        for k in range(13):
-            z = 1.0 + z * y * _EXP_TERMS[k]
-        out[i] = z * _float_of_bits((np.int64(whole) + 1023) << 52)
+        y = max(x[i] - most, least)
+        whole = np.rint(y * per_log)
+        y = less(y, whole, high, low)
+        z = one
+        for k in range(first, 13):
+            z = one + z * y * kind(_EXP_TERMS[k])
+        out[i] = z * _two_to(whole)
 
 
 @inlined
@@ -400,21 +446,21 @@ def _block_logits(
     ahead = (following - block) * block_size
     if start + ahead + size > rows.shape[0]:
         ahead = 0
+    for k in range(0, size if ahead else 0, 16):
+        _prefetch_number(offsets, start + ahead + k)
+    _dots(queries[b], rows, start, size, ahead, logits)
+    if leaf_rule == LEAF_ABSOLUTE:
+        for k in range(size):
+            logits[k] = abs(logits[k])
+    elif leaf_rule == LEAF_QUADRATIC:
+        for k in range(size):
+            logits[k] = np.log1p(logits[k] * logits[k])
     for k in range(size):
-        if ahead != 0:
-            _prefetch(rows, start + ahead + k, start + ahead + k + 1)
-            if k % 16 == 0:
-                _prefetch_number(offsets, start + ahead + k)
-        score = np.float64(dot(queries[b], rows[start + k]))
-        if leaf_rule == LEAF_ABSOLUTE:
-            score = abs(score)
-        elif leaf_rule == LEAF_QUADRATIC:
-            score = np.log1p(score * score)
-        logits[k] = score + offsets[start + k]
+        logits[k] += offsets[start + k]
     for e in range(excluded.shape[1]):
         if start <= excluded[b, e] < start + size:
             logits[excluded[b, e] - start] = -np.inf
-    largest, total = -np.inf, 0.0
+    largest, total = logits[0], logits.dtype.type(0.0)
     for k in range(size):
         largest = max(largest, logits[k])
     _exp(logits, largest, masses, size)
@@ -423,7 +469,18 @@ def _block_logits(
             masses[excluded[b, e] - start] = 0.0
     for k in range(size):
         total += masses[k]
-    return size, largest, total
+    return size, np.float64(largest), np.float64(total)
+
+
+@inlined
+def _enter(
+    walk: tuple[np.ndarray, ...], i: int, k: int, node: int, samples: tuple[int, int], path: float, score: float
+) -> None:
+    """Entry k: the walk of entry i, of its samples first to last, at a node below."""
+    queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds = walk
+    queries[k], nodes[k], log_paths[k] = queries[i], node, log_paths[i]
+    firsts[k], lasts[k] = samples
+    paths[k], scores[k], scoreds[k] = path, score, scoreds[i] if node & 1 else score
 
 
 @compiled
@@ -435,7 +492,8 @@ def _draw(
     start: int,
     stop: int,
 ) -> None:
-    """Level by level for a group of queries: their walks do not wait for one another's memory."""
+    """Level by level for a group of queries, in the order of the nodes: what several of them read is fetched once, and
+    their walks do not wait for one another's memory."""
     phi, excluded, sums, weights, block_size = state[0], state[3], state[6], state[7], state[11]
     blocks, num = sums.shape[0] // 2, uniforms.shape[1]
     group = min(stop - start, max(1, _GROUP // num))
@@ -449,73 +507,75 @@ def _draw(
     queries, nodes = np.empty(3 * room, np.int64), np.empty(3 * room, np.int64)
     firsts, lasts = np.empty(3 * room, np.int64), np.empty(3 * room, np.int64)
     paths, log_paths, scores, scoreds = np.empty(3 * room), np.empty(3 * room), np.empty(3 * room), np.empty(3 * room)
-    logits, masses = np.empty(block_size), np.empty(block_size)
+    walk = (queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds)
+    # Where the next entry goes: of an inner node on the next level, or of a leaf.
+    ends = np.empty(2, np.int64)
+    logits, masses = np.empty(block_size, phi.dtype), np.empty(block_size, phi.dtype)
     for low in range(start, stop, group):
-        here, there, count, level, done = 0, room, min(group, stop - low), 0, 2 * room
+        here, there, count, level = 0, room, min(group, stop - low), 0
+        ends[1] = 2 * room
         for i in range(count):
             turns[i] = unturned(uniforms[low + i], u[i])
             _mark_excluded(excluded[low + i], blocks, block_size, leaves[i], leaf_levels[i])
-            score = np.float64(dot(phi[low + i], sums[1]))
-            k = i if blocks > 1 else done + i
-            queries[k], nodes[k], firsts[k], lasts[k] = i, 1, 0, num
-            paths[k], log_paths[k], scores[k], scoreds[k] = 1.0, 0.0, score, score
+            k = i if blocks > 1 else 2 * room + i
+            queries[k], nodes[k], firsts[k], lasts[k], paths[k], log_paths[k] = i, 1, 0, num, 1.0, 0.0
+            scores[k] = dot(phi[low + i], sums[1])
+            scoreds[k] = scores[k]
         if blocks == 1:
-            done, count = done + count, 0
+            ends[1], count = 2 * room + count, 0
         while count:
             level += 1
             for i in range(count):
-                if i + ahead < count:  # on its way while this node and the next are scored
-                    _prefetch(sums, 2 * nodes[here + i + ahead], 2 * nodes[here + i + ahead] + 1)
-                    _prefetch_number(weights, 2 * nodes[here + i + ahead])
+                following = nodes[here + i + ahead] if i + ahead < count else 0
+                if following and following != nodes[here + i + ahead - 1]:  # on its way while this node is scored
+                    _prefetch(sums, 2 * following, 2 * following + 1)
+                    _prefetch_number(weights, 2 * following)
                 score_left[i] = dot(phi[low + queries[here + i]], sums[2 * nodes[here + i]])
                 if _cancels(scores[here + i] - score_left[i], scoreds[here + i]):
                     _prefetch(sums, 2 * nodes[here + i] + 1, 2 * nodes[here + i] + 2)
-            kept = there
-            for i in range(here, here + count):
-                query, node, first, last, path = queries[i], nodes[i], firsts[i], lasts[i], paths[i]
-                of_left = score_left[i - here]
-                of_right, scored = scores[i] - of_left, scoreds[i]
-                if _cancels(of_right, scored):
-                    of_right = np.float64(dot(phi[low + query], sums[2 * node + 1]))
-                    scored = of_right
-                left, right = _floored(node, level, of_left, of_right, low + query, query, leaves, leaf_levels, state)
-                p = left / (left + right)
-                middle = first
-                while middle < last and u[query, middle] < p:
-                    u[query, middle] = min(u[query, middle] / p, MAX_UNIFORM)
-                    middle += 1
-                for k in range(middle, last):
-                    u[query, k] = min((u[query, k] - p) / (1 - p), MAX_UNIFORM)
-                log_path = log_paths[i]
-                if path < _LEAST_PRODUCT:
-                    path, log_path = 1.0, log_path + np.log(path)
-                if middle > first:
-                    k = kept if 2 * node < blocks else done
-                    queries[k], nodes[k], firsts[k], lasts[k] = query, 2 * node, first, middle
-                    paths[k], log_paths[k], scores[k], scoreds[k] = path * p, log_path, of_left, of_left
-                    if 2 * node < blocks:
-                        kept += 1
-                    else:
-                        done += 1
-                if middle < last:
-                    k = kept if 2 * node + 1 < blocks else done
-                    queries[k], nodes[k], firsts[k], lasts[k] = query, 2 * node + 1, middle, last
-                    paths[k], log_paths[k], scores[k], scoreds[k] = path * (1 - p), log_path, of_right, scored
-                    if 2 * node + 1 < blocks:
-                        kept += 1
-                    else:
-                        done += 1
-            here, there, count = there, here, kept - there
-        for i in range(2 * room, done):
+            ends[0], first = there, here
+            while first < here + count:
+                # All entries at one node: first their left children, then their right ones.
+                node, last = nodes[first], first
+                left_end, right_end = 0 if 2 * node < blocks else 1, 0 if 2 * node + 1 < blocks else 1
+                while last < here + count and nodes[last] == node:
+                    i, query = last, queries[last]
+                    of_left = score_left[i - here]
+                    of_right = scores[i] - of_left
+                    if _cancels(of_right, scoreds[i]):
+                        of_right = np.float64(dot(phi[low + query], sums[2 * node + 1]))
+                        scoreds[i] = of_right
+                    masses_of = _floored(node, level, of_left, of_right, low + query, query, leaves, leaf_levels, state)
+                    p = masses_of[0] / (masses_of[0] + masses_of[1])
+                    middle = firsts[i]
+                    while middle < lasts[i] and u[query, middle] < p:
+                        u[query, middle] = min(u[query, middle] / p, MAX_UNIFORM)
+                        middle += 1
+                    for j in range(middle, lasts[i]):
+                        u[query, j] = min((u[query, j] - p) / (1 - p), MAX_UNIFORM)
+                    if paths[i] < _LEAST_PRODUCT:
+                        paths[i], log_paths[i] = 1.0, log_paths[i] + np.log(paths[i])
+                    if middle > firsts[i]:
+                        _enter(walk, i, ends[left_end], 2 * node, (firsts[i], middle), paths[i] * p, of_left)
+                        ends[left_end] += 1
+                    firsts[i], paths[i], scores[i] = middle, paths[i] * (1 - p), of_right
+                    last += 1
+                for i in range(first, last):
+                    if firsts[i] < lasts[i]:
+                        _enter(walk, i, ends[right_end], 2 * node + 1, (firsts[i], lasts[i]), paths[i], scores[i])
+                        ends[right_end] += 1
+                first = last
+            here, there, count = there, here, ends[0] - there
+        for i in range(2 * room, ends[1]):
             query, block = queries[i], nodes[i] - blocks
             b = low + query
-            following = nodes[i + 1] - blocks if i + 1 < done else block
+            following = nodes[i + 1] - blocks if i + 1 < ends[1] else block
             size, largest, total = _block_logits(block, b, logits, masses, state, following)
             # Rounding may push a uniform past the end: it then means the last class that has any probability.
             end = size - 1
             while end > 0 and masses[end] == 0.0:
                 end -= 1
-            k, cdf, log_path = 0, masses[0], log_paths[i] + np.log(paths[i] / total) - largest
+            k, cdf, log_path = 0, np.float64(masses[0]), log_paths[i] + np.log(paths[i] / total) - largest
             for j in range(firsts[i], lasts[i]):
                 while k < end and u[query, j] * total >= cdf:
                     k += 1
@@ -529,7 +589,7 @@ def _draw(
 def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, start: int, stop: int) -> None:
     phi, excluded, sums, block_size = state[0], state[3], state[6], state[11]
     blocks = sums.shape[0] // 2
-    logits, masses = np.empty(block_size), np.empty(block_size)
+    logits, masses = np.empty(block_size, phi.dtype), np.empty(block_size, phi.dtype)
     leaves, leaf_levels = np.empty((1, excluded.shape[1]), np.int64), np.empty((1, excluded.shape[1]), np.int64)
     for b in range(start, stop):
         _mark_excluded(excluded[b], blocks, block_size, leaves[0], leaf_levels[0])

@@ -50,7 +50,7 @@ def _draw(
     block_masses, block_size = state[0], state[11]
     num, ascending, u = uniforms.shape[1], np.empty(uniforms.shape[1]), np.empty(uniforms.shape[1])
     places = np.empty(num, np.int64)
-    logits, masses = np.empty(block_size), np.empty(block_size)
+    logits, masses = np.empty(block_size, state[2].dtype), np.empty(block_size, state[2].dtype)
     for b in range(start, stop):
         turn = unturned(uniforms[b], ascending)
         all_mass, end = 0.0, block_masses.shape[1] - 1
@@ -81,7 +81,7 @@ def _draw(
 @compiled
 def _places(u: np.ndarray, masses: np.ndarray, total: float, places: np.ndarray) -> None:
     """The places in masses (b,) of sorted uniforms u (k,)."""
-    k, cdf, end = 0, masses[0], masses.shape[0] - 1
+    k, cdf, end = 0, np.float64(masses[0]), masses.shape[0] - 1
     while end > 0 and masses[end] == 0.0:
         end -= 1
     for i in range(u.shape[0]):
@@ -95,7 +95,7 @@ def _places(u: np.ndarray, masses: np.ndarray, total: float, places: np.ndarray)
 def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, start: int, stop: int) -> None:
     """Adds log p(i | block) to log_q, which holds log P(block)."""
     block_size = state[11]
-    logits, masses = np.empty(block_size), np.empty(block_size)
+    logits, masses = np.empty(block_size, state[2].dtype), np.empty(block_size, state[2].dtype)
     for b in range(start, stop):
         for i in range(positions.shape[1]):
             block, place = divmod(positions[b, i], block_size)
@@ -109,7 +109,7 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
 @compiled
 def _exclude(state: tuple[Any, ...], log_weight: np.ndarray, start: int, stop: int) -> None:
     log_masses, excluded, block_size = state[0], state[3], state[11]
-    logits, masses = np.empty(block_size), np.empty(block_size)
+    logits, masses = np.empty(block_size, state[2].dtype), np.empty(block_size, state[2].dtype)
     for b in range(start, stop):
         for e in range(excluded.shape[1]):
             if excluded[b, e] >= 0:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernels import _prefetch, compiled, spread
+from .memory import in_huge_pages
 
 # Rows whose state is fetched ahead of its use.
 _AHEAD = 4
@@ -44,10 +45,10 @@ class SparseAdam(torch.optim.SparseAdam):
         state = self.state[parameter]
         if not state:
             state["step"] = 0
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = in_huge_pages(torch.zeros_like(parameter))
         state["step"] += 1
-        grad = parameter.grad.coalesce()  # type: ignore[union-attr]
-        ids, values = grad._indices()[0].numpy(), grad._values().numpy()
+        ids, values = _rows_once(parameter.grad)  # type: ignore[arg-type]
         if not values.size:
             return
         beta1, beta2 = group["betas"]
@@ -71,6 +72,14 @@ def _suits(parameter: Tensor) -> bool:
         and parameter.dtype == grad.dtype
         and parameter.dtype in (torch.float32, torch.float64)
     )
+
+
+def _rows_once(grad: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The rows' ids, each once, ascending, and their gradients. What already is so need not be coalesced, whose mark
+    autograd drops."""
+    if not bool((grad._indices()[0].diff() > 0).all()):
+        grad = grad.coalesce()
+    return grad._indices()[0].numpy(), grad._values().numpy()
 
 
 def _rows(tensor: Tensor) -> np.ndarray:

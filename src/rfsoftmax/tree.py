@@ -18,9 +18,10 @@ Three things keep q positive and exact:
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from .memory import room
 
 LEAF_LINEAR, LEAF_ABSOLUTE, LEAF_QUADRATIC = 0, 1, 2
 # Subtracting excluded weights in float64 may cancel to nothing while classes remain; they keep this share of the node.
@@ -127,26 +128,6 @@ class Tree(nn.Module):
     def leaf_of(self, positions: Tensor) -> Tensor:
         """The leaf node of each position; 0, the unused node, for -1."""
         return torch.where(positions < 0, 0, self.num_blocks + positions // self.block_size)
-
-
-def room(shape: tuple[int, ...], like: Tensor, old: Tensor | None = None) -> Tensor:
-    """A tensor of the dtype and device of `like` to be written: `old`, if it is one of that shape, else a new one.
-
-    On a CPU the memory is numpy's, which asks for huge pages: scattered rows then cost fewer walks of the page table.
-    """
-    if old is not None and _takes(old, shape, like):
-        return old
-    if like.device.type != "cpu":
-        return like.new_empty(shape)
-    if like.dtype == torch.bfloat16:
-        return torch.from_numpy(np.empty(shape, dtype=np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(np.empty(shape, dtype=like.new_empty(0).numpy().dtype))
-
-
-def _takes(old: Tensor, shape: tuple[int, ...], like: Tensor) -> bool:
-    # What was made in inference mode cannot be written outside it.
-    writable = torch.is_inference_mode_enabled() or not old.is_inference()
-    return writable and (old.shape, old.dtype, old.device) == (shape, like.dtype, like.device)
 
 
 def shifts(tree: Tree, positions: Tensor, rows: Tensor) -> Tensor:

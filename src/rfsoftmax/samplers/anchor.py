@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tree import room
+from ..memory import room
 from .base import Sampler, check_dim
 from .rows import ClassRows, index_dtype, slices
 

@@ -140,10 +140,13 @@ class KernelSampler(AnchoredSampler):
         positions, rows, bias, walk = positions[moved], rows[moved], bias[moved], self._walk()
         if not len(positions):
             return
-        if self._is_fourier():
-            fourier_kernels.update(self.tree, positions, rows, bias, self._fourier())
-        else:
+        if not self._is_fourier():
             self._replace(positions, rows, bias)
+        elif self.tree.block_size > 1:
+            fourier_kernels.update(self.tree, positions, rows, bias, self._fourier())
+        else:  # a sum of one class is its features: there is nothing to take the old ones from
+            self.tree.rows[positions], self.bias[positions] = rows, bias
+            rebuild_kernels.sum_leaves(self.tree, self._fourier(), positions)
         self.tree.offsets[positions] = self._offsets(rows, bias)
         walk.renew(self.tree, positions)
 
