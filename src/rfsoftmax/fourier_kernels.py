@@ -34,6 +34,9 @@ _COSINE_TERMS = tuple(1 / (2 * k * (2 * k - 1)) for k in range(9, 0, -1))
 # pi/2 in three parts: whole multiples of the first two, up to 2^14, are exact in float32.
 _QUARTERS = (1.5703125, 4.8375129699707031e-4, 7.549789954891882e-8)
 
+# Rows whose angles are made at once: each number of the frequencies that is read serves so many.
+TOGETHER = 4
+
 
 class Settings(NamedTuple):
     """The numbers of a `KernelSampler` with a Fourier map: leaf query = leaf_hidden h + leaf_centred (h - anchor)."""
@@ -56,7 +59,8 @@ class Fourier(NamedTuple):
     settings: Settings
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        return self.frequencies.numpy(), self.anchor.numpy(), self.bias.numpy()
+        """Frequencies (d, D), anchor and bias."""
+        return np.ascontiguousarray(self.frequencies.numpy().T), self.anchor.numpy(), self.bias.numpy()
 
 
 def query(tree: Tree, hidden: Tensor, excluded: Tensor, fourier: Fourier) -> Query:
@@ -120,8 +124,7 @@ def update(tree: Tree, positions: Tensor, rows: Tensor, bias: Tensor, fourier: F
     edges = np.append(starts, len(leaves))
     new = (positions.numpy(), leaves, row_array(rows), bias.contiguous().numpy())
     state = (tree.sums.numpy(), tree.weights.numpy(), row_array(tree.rows))
-    frequencies, anchor, old_bias = fourier.arrays()
-    source, settings = (np.ascontiguousarray(frequencies.T), anchor, old_bias), fourier.settings
+    source, settings = fourier.arrays(), fourier.settings
     cost = 2 * _class_cost(fourier) * len(leaves) // len(starts)
     spread(lambda a, b: _update(new, source, settings, state, edges, a, b), len(starts), cost)
 
@@ -132,6 +135,29 @@ def _class_cost(fourier: Fourier) -> int:
 
 def _query_cost(fourier: Fourier, excluded: Tensor) -> int:
     return (1 + excluded.shape[1]) * _class_cost(fourier)
+
+
+@compiled
+def products(frequencies: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
+    """out (4, D) = rows (4, d) times frequencies (d, D): whole vectors of D, four rows of frequencies at a time."""
+    out[:] = 0.0
+    a, b, c, d = out[0], out[1], out[2], out[3]
+    end = rows.shape[1] // 4 * 4
+    for j in range(0, end, 4):
+        f, g, h, k = frequencies[j], frequencies[j + 1], frequencies[j + 2], frequencies[j + 3]
+        a0, a1, a2, a3 = rows[0, j], rows[0, j + 1], rows[0, j + 2], rows[0, j + 3]
+        b0, b1, b2, b3 = rows[1, j], rows[1, j + 1], rows[1, j + 2], rows[1, j + 3]
+        c0, c1, c2, c3 = rows[2, j], rows[2, j + 1], rows[2, j + 2], rows[2, j + 3]
+        d0, d1, d2, d3 = rows[3, j], rows[3, j + 1], rows[3, j + 2], rows[3, j + 3]
+        for i in range(f.shape[0]):
+            a[i] += a0 * f[i] + a1 * g[i] + a2 * h[i] + a3 * k[i]
+            b[i] += b0 * f[i] + b1 * g[i] + b2 * h[i] + b3 * k[i]
+            c[i] += c0 * f[i] + c1 * g[i] + c2 * h[i] + c3 * k[i]
+            d[i] += d0 * f[i] + d1 * g[i] + d2 * h[i] + d3 * k[i]
+    for j in range(end, rows.shape[1]):
+        for i in range(out.shape[1]):
+            for k in range(TOGETHER):
+                out[k, i] += rows[k, j] * frequencies[j, i]
 
 
 @compiled
@@ -186,7 +212,7 @@ def _query_and_draw(
     for b in range(size):
         for e in range(num):
             positions[b, e] = position[excluded[start + b, e]]
-    features, leaf = np.empty((size, 2 * frequencies.shape[0]), dtype), np.empty((size, hidden.shape[1]), dtype)
+    features, leaf = np.empty((size, 2 * frequencies.shape[1]), dtype), np.empty((size, hidden.shape[1]), dtype)
     query = (features, np.empty(size), leaf, positions, np.empty((size, num), dtype), np.empty((size, num)))
     state = query + nodes + leaves
     _query((hidden[start:stop], frequencies, anchor, bias), state, settings, 0, size)
@@ -201,27 +227,34 @@ def _query(source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: Set
     """Fills the parts of the query in state, except `excluded`, from source = hidden, frequencies, anchor, bias."""
     hidden, frequencies, anchor, bias = source
     features, floors, leaf, excluded, excluded_mass, excluded_weight, _, _, _, rows, _, _, _ = state
-    num, scale = frequencies.shape[0], 1 / np.sqrt(frequencies.shape[0])
-    x, psi, angles = np.empty_like(hidden[0]), np.empty_like(features[0]), np.empty(num, hidden.dtype)
-    for b in range(start, stop):
-        for j in range(x.shape[0]):
-            x[j] = hidden[b, j] - anchor[j]
-            leaf[b, j] = settings.leaf_hidden * hidden[b, j] + settings.leaf_centred * x[j]
-        for i in range(num):
-            angles[i] = dot(frequencies[i], x)
-        _cos_sin(angles, features[b, :num], features[b, num:], scale)
-        floors[b] = settings.floor * np.exp(-0.5 * settings.nu * dot(x, x))
-        for e in range(excluded.shape[1]):
+    (dim, num), per_query = frequencies.shape, excluded.shape[1]
+    scale, dtype = 1 / np.sqrt(num), hidden.dtype
+    x, angles, psi = np.zeros((TOGETHER, dim), dtype), np.empty((TOGETHER, num), dtype), np.empty(2 * num, dtype)
+    for first in range(start, stop, TOGETHER):
+        last = min(first + TOGETHER, stop)
+        for b in range(first, last):
+            for j in range(dim):
+                x[b - first, j] = hidden[b, j] - anchor[j]
+                leaf[b, j] = settings.leaf_hidden * hidden[b, j] + settings.leaf_centred * x[b - first, j]
+            floors[b] = settings.floor * np.exp(-0.5 * settings.nu * dot(x[b - first], x[b - first]))
+        products(frequencies, x, angles)
+        for b in range(first, last):
+            _cos_sin(angles[b - first], features[b, :num], features[b, num:], scale)
+    for first in range(start * per_query, stop * per_query, TOGETHER):
+        last = min(first + TOGETHER, stop * per_query)
+        for i in range(first, last):
+            position = excluded[i // per_query, i % per_query]
+            for j in range(dim if position >= 0 else 0):
+                x[i - first, j] = number(rows[position, j])
+        products(frequencies, x, angles)
+        for i in range(first, last):
+            b, e = divmod(i, per_query)
             excluded_mass[b, e], excluded_weight[b, e] = 0.0, 0.0
-            if excluded[b, e] < 0:
-                continue
-            row = rows[excluded[b, e]]
-            for i in range(num):
-                angles[i] = dot(frequencies[i], row)
-            _cos_sin(angles, psi[:num], psi[num:], scale)
-            log_weight, log_factor = _log_weight(row, bias[excluded[b, e]], anchor, settings)
-            excluded_mass[b, e] = np.exp(log_factor) * dot(features[b], psi)
-            excluded_weight[b, e] = np.exp(log_weight)
+            if excluded[b, e] >= 0:
+                _cos_sin(angles[i - first], psi[:num], psi[num:], scale)
+                log_weight, log_factor = _log_weight(x[i - first], bias[excluded[b, e]], anchor, settings)
+                excluded_mass[b, e] = np.exp(log_factor) * dot(features[b], psi)
+                excluded_weight[b, e] = np.exp(log_weight)
 
 
 @compiled
