@@ -26,6 +26,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/bench_memory.py
 	$(BIN)/python benchmarks/bench_update.py
 	$(BIN)/python benchmarks/bench_sharded.py
+	$(BIN)/python benchmarks/bench_ranks.py
 	$(BIN)/python benchmarks/bench_quality.py cost
 	$(if $(DATA),$(BIN)/python benchmarks/bench_quality.py quality --data $(DATA) --draws 200)
 	$(if $(DATA),$(BIN)/python benchmarks/bench_modes.py --data $(DATA))

@@ -137,3 +137,11 @@ def test_the_tables_of_docs_scaling_are_those_of_the_plan(plan: Any) -> None:
     lines = (ROOT / "docs" / "scaling.md").read_text().splitlines()
     assert set(plan.parts_table(64) + plan.ranks_table()) <= set(lines)
     assert plan.ranks(1e9, 64, "float32", "SparseAdam") * (plan.RANK - plan.PROCESS) > 1e9 * 944
+
+
+@pytest.mark.slow
+def test_bench_ranks_trains_alone_and_on_two_ranks(tmp_path: Path) -> None:
+    options = ["--ranks", "1", "2", "--seeds", "1", "--steps", "12", "--vocab", "500", "--dim", "8", "--negatives", "9"]
+    rows = run("bench_ranks", tmp_path / "ranks.csv", *options, "--eval-limit", "500", "--cache", str(tmp_path))
+    assert [(row["ranks"], row["steps"]) for row in rows] == [("1", "12"), ("2", "12")]
+    assert all(1 < float(row["perplexity"]) < 1e6 for row in rows)

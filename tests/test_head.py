@@ -449,7 +449,7 @@ def test_forwards_that_are_never_stepped_do_not_pile_up() -> None:
 
 def test_update_every_lets_the_sampler_look_at_every_third_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
     head = make_head(sampler=small_rff(), update_every=3)
-    updates = record_calls(head.sampler, "update", monkeypatch)
+    updates = record_calls(head.sampler, "_follow", monkeypatch)
     optimizer = torch.optim.SGD([head.weight], lr=1.0)
     counts = []
     for seed in range(8):
@@ -460,7 +460,7 @@ def test_update_every_lets_the_sampler_look_at_every_third_forward_only(monkeypa
 
 def test_no_step_means_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
     head = make_head(sampler=small_rff())
-    updates = record_calls(head.sampler, "update", monkeypatch)
+    updates = record_calls(head.sampler, "_follow", monkeypatch)
     for _ in range(3):
         head(hidden_of(3), target_of(3)).backward()
     assert updates == []
@@ -511,7 +511,7 @@ def test_a_frozen_head_trains_the_encoder_and_never_updates(monkeypatch: pytest.
     before = head.weight.clone()
     encoder = nn.Linear(DIM, DIM)
     optimizer = torch.optim.SGD(encoder.parameters(), lr=0.3)
-    updates = record_calls(head.sampler, "update", monkeypatch)
+    updates = record_calls(head.sampler, "_follow", monkeypatch)
     hidden, target = hidden_of(8), target_of(8)
     start = head.eval()(encoder(hidden), target).item()
     head.train()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -110,3 +111,13 @@ def test_what_it_does_not_take_it_refuses() -> None:
     assert not logit_kernels.suits(single, double)
     assert not logit_kernels.suits(single.bfloat16(), single.bfloat16())
     assert not logit_kernels.suits(single, torch.empty(1, 2, device="meta"))
+
+
+@pytest.mark.parametrize("most", [0, 5, 2**31, 2**62])
+@pytest.mark.parametrize("size", [0, 1, 2, 507, 4096])
+def test_ids_are_sorted_with_their_places(size: int, most: int) -> None:
+    ids = np.random.default_rng(size).integers(0, most, size, endpoint=True)
+    found, places = logit_kernels._sorted(ids)
+    expected = np.argsort(ids, kind="stable")
+    assert np.array_equal(places, expected)
+    assert np.array_equal(found, ids[expected])

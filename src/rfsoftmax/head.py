@@ -297,11 +297,7 @@ class SoftmaxHead(nn.Module):
         elif len(self._visits) >= self.update_every and (num_moved := self._num_moved()):
             with torch.inference_mode(False), torch.no_grad():
                 ids = torch.cat([visit.ids.to(self.weight.device) for visit in self._visits[:num_moved]])
-                ids = self.sampler._stale(ids, self.weight, self.bias, self.normalize).unique()
-                rows = F.embedding(ids, self.weight)
-                _check_rows(rows, ids)
-                bias = None if self.bias is None else self.bias[ids]
-                self.sampler.update(ids, F.normalize(rows, dim=1) if self.normalize else rows, bias)
+                self.sampler._follow(ids, self.weight, self.bias, self.normalize)
             del self._visits[:num_moved]
 
     def _num_moved(self) -> int:
@@ -376,11 +372,6 @@ def _fits(own: Any, saved: Any) -> bool:
     if not isinstance(own, Tensor) or not isinstance(saved, Tensor):
         return True
     return own.shape == saved.shape or not own.numel() or not saved.numel()
-
-
-def _check_rows(rows: Tensor, ids: Tensor) -> None:
-    if not torch.isfinite(rows.sum()) and bool((bad := ~torch.isfinite(rows).all(1)).any()):
-        raise ValueError(f"weight: expected finite values, got NaN or inf in row {int(ids[bad][0])}")
 
 
 def _check_negatives(negatives: Negatives) -> None:

@@ -78,6 +78,14 @@ def stale(
     return ids[chosen]
 
 
+def gathered(weight: Tensor, ids: Tensor, normalize: bool) -> Tensor:
+    """The rows (k, d) of ids (k,), of unit length if `normalize`, in one pass: `F.normalize(weight[ids], dim=1)`."""
+    rows = weight.new_empty(len(ids), weight.shape[1])
+    source, i, out = weight.detach().numpy(), ids.numpy(), rows.numpy()
+    spread(lambda a, b: _gathered(source, i, normalize, out, a, b), len(ids), 2 * weight.shape[1])
+    return rows
+
+
 def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
     leaves = tree.leaf_of(positions).numpy()
     _add(tree.sums.numpy(), tree.weights.numpy(), leaves, psi.contiguous().numpy(), weight.numpy())
@@ -283,6 +291,18 @@ def _stale(
         if new_bias.shape[0]:
             moved += abs(new_bias[ids[k]] - old_bias[positions[ids[k]]])
         out[k] = not moved <= limits.tolerance
+
+
+@compiled
+def _gathered(weight: np.ndarray, ids: np.ndarray, normalize: bool, out: np.ndarray, start: int, stop: int) -> None:
+    for k in range(start, stop):
+        if k + _AHEAD < stop:
+            _prefetch(weight, ids[k + _AHEAD], ids[k + _AHEAD] + 1)
+        row, length = weight[ids[k]], weight.dtype.type(1.0)
+        if normalize:
+            length = weight.dtype.type(max(np.sqrt(dot(row, row)), _NORMALIZE_EPS))
+        for j in range(row.shape[0]):
+            out[k, j] = row[j] / length
 
 
 @compiled

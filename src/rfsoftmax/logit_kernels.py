@@ -81,13 +81,25 @@ class _GatheredDots(torch.autograd.Function):
 def _weight_gradient(arrays: tuple[np.ndarray, ...], normalize: bool) -> tuple[Tensor, Tensor]:
     """The classes that occur (U,), ascending, and the gradients of their rows (U, d)."""
     flat = arrays[2].reshape(-1)
-    order = np.argsort(flat)
-    starts = np.flatnonzero(np.diff(flat[order], prepend=-1))
-    classes, rows = flat[order[starts]], np.empty((len(starts), arrays[0].shape[1]), arrays[0].dtype)
+    classes, order = _sorted(flat)
+    starts = np.flatnonzero(np.diff(classes, prepend=-1))
+    classes, rows = classes[starts], np.empty((len(starts), arrays[0].shape[1]), arrays[0].dtype)
     ends = np.append(starts[1:], len(flat))
     cost = len(flat) * rows.shape[1] // max(1, len(starts))
     spread(lambda a, b: _row_gradients(arrays, normalize, order, starts, ends, rows, a, b), len(starts), cost)
     return torch.from_numpy(classes), torch.from_numpy(rows)
+
+
+def _sorted(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """ids (k,) in ascending order, and the place that each had: equal ones in the order of their places."""
+    bits = max(1, len(ids) - 1).bit_length()
+    if not len(ids) or int(ids.max()) >> (63 - bits):
+        order = np.argsort(ids, kind="stable")
+        return ids[order], order
+    # Both in one number, whose sort takes a fraction of the time of an argsort.
+    keys = (ids << bits) | np.arange(len(ids))
+    keys.sort()
+    return keys >> bits, keys & ((1 << bits) - 1)
 
 
 @inlined

@@ -6,7 +6,7 @@ from typing import Any, final
 
 from ..samplers import Sampler
 
-_METHODS = ("_sample", "log_prob", "rebuild", "update")
+_METHODS = ("_sample", "log_prob", "rebuild", "_follow")
 
 
 @final

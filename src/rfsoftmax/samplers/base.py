@@ -138,14 +138,24 @@ class Sampler(nn.Module, ABC):
             log_q = self._log_prob(hidden, ids.long().reshape(rows, -1), excluded, shared)
         return log_q.float().view(ids.shape)
 
+    def _follow(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> None:
+        """`update` for those rows of weight (n, d) and bias (n,) that ids (k,) name, repeats allowed, and that moved.
+
+        As in `rebuild`, with `normalize` it is the rows brought to unit length that count.
+        """
+        ids = self._stale(ids, weight, bias, normalize).unique()
+        rows = ClassRows(weight, normalize)[ids]
+        if not torch.isfinite(rows.sum()) and bool((bad := ~torch.isfinite(rows).all(1)).any()):
+            raise ValueError(f"weight: expected finite values, got NaN or inf in row {int(ids[bad][0])}")
+        if len(ids):
+            with no_autocast(rows.device):
+                self._update(ids, rows, rows.new_zeros(1).expand(len(ids)) if bias is None else bias[ids])
+
     def _observe(self, hidden: Tensor) -> None:
         """Take note of a batch of queries (B, d), before a draw for them."""
 
     def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> Tensor:
-        """Those of ids (k,), repeats allowed, whose rows of weight the sampler is to be given; all, if it cannot tell.
-
-        As in `rebuild`, with `normalize` it is the rows brought to unit length that count.
-        """
+        """Those of ids (k,), repeats allowed, whose rows the sampler is to be given anew; all, if it cannot tell."""
         return ids
 
     @abstractmethod
