@@ -24,6 +24,7 @@ from rfsoftmax.lab import checkpoints, cli, plots, train
 from rfsoftmax.lab.config import DEFAULTS, resolve
 from rfsoftmax.lab.models import make_model
 from rfsoftmax.lab.optimizers import clip_gradients, learning_rate
+from rfsoftmax.lab.runs import NoEvents, Run
 from rfsoftmax.lab.tasks import TextTask
 
 METHODS = ["default", "full", "unigram", "midx", "rff", "moment", "quadratic", "adaptive", "nce"]
@@ -386,6 +387,7 @@ def test_a_limit_on_the_size_of_files_is_said_in_one_line(
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     monkeypatch.setattr(checkpoints, "save", limited)
+    monkeypatch.setattr(Run, "events", lambda run: NoEvents())  # its thread writes when it likes
     before = checkpoints.saved(run / "checkpoints")
     assert resume(run, "--epochs 3") == 1
     said = capsys.readouterr().err

@@ -19,6 +19,7 @@ from .kernels import (
     _prefetch,
     compiled,
     dot,
+    embedded,
     leaf_arrays,
     less,
     number,
@@ -137,7 +138,7 @@ def _query_cost(fourier: Fourier, excluded: Tensor) -> int:
     return (1 + excluded.shape[1]) * _class_cost(fourier)
 
 
-@compiled
+@embedded
 def products(frequencies: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None:
     """out (4, D) = rows (4, d) times frequencies (d, D): whole vectors of D, four rows of frequencies at a time."""
     out[:] = 0.0
@@ -160,7 +161,7 @@ def products(frequencies: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None
                 out[k, i] += rows[k, j] * frequencies[j, i]
 
 
-@compiled
+@embedded
 def _cos_sin(angles: np.ndarray, cosines: np.ndarray, sines: np.ndarray, scale: float) -> None:
     """scale x cos and sin of angles, exact to their own type and vectorised: series about multiples of pi/2."""
     kind = cosines.dtype.type
@@ -184,7 +185,7 @@ def _cos_sin(angles: np.ndarray, cosines: np.ndarray, sines: np.ndarray, scale: 
         sines[i] = (-sine if quarter >= 2 else sine) * kind(scale)
 
 
-@compiled
+@embedded
 def _log_weight(row: np.ndarray, bias: float, anchor: np.ndarray, settings: Settings) -> tuple[float, float]:
     """The log of a class's weight, and of the factor that makes psi of phi."""
     log_scale = -0.5 * settings.nu * dot(row, row)
@@ -222,7 +223,7 @@ def _query_and_draw(
             ids[b, i] = order[ids[b, i]]
 
 
-@compiled
+@embedded
 def _query(source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: Settings, start: int, stop: int) -> None:
     """Fills the parts of the query in state, except `excluded`, from source = hidden, frequencies, anchor, bias."""
     hidden, frequencies, anchor, bias = source
@@ -258,25 +259,6 @@ def _query(source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: Set
 
 
 @compiled
-def _angles(frequencies: np.ndarray, x: np.ndarray, y: np.ndarray, of_x: np.ndarray, of_y: np.ndarray) -> None:
-    """x and y (d,) times frequencies (d, D): whole vectors of D, four rows at a time, each read once for both."""
-    of_x[:] = 0.0
-    of_y[:] = 0.0
-    end = x.shape[0] // 4 * 4
-    for j in range(0, end, 4):
-        f0, f1, f2, f3 = frequencies[j], frequencies[j + 1], frequencies[j + 2], frequencies[j + 3]
-        x0, x1, x2, x3 = number(x[j]), number(x[j + 1]), number(x[j + 2]), number(x[j + 3])
-        y0, y1, y2, y3 = number(y[j]), number(y[j + 1]), number(y[j + 2]), number(y[j + 3])
-        for i in range(of_x.shape[0]):
-            of_x[i] += x0 * f0[i] + x1 * f1[i] + x2 * f2[i] + x3 * f3[i]
-            of_y[i] += y0 * f0[i] + y1 * f1[i] + y2 * f2[i] + y3 * f3[i]
-    for j in range(end, x.shape[0]):
-        for i in range(of_x.shape[0]):
-            of_x[i] += number(x[j]) * frequencies[j, i]
-            of_y[i] += number(y[j]) * frequencies[j, i]
-
-
-@compiled
 def _update(
     new: tuple[np.ndarray, ...],
     source: tuple[np.ndarray, ...],
@@ -288,28 +270,27 @@ def _update(
 ) -> None:
     """The leaves number start to stop of those that change; leaf k has the places edges[k] to edges[k + 1] of `new`."""
     (positions, leaves, new_rows, new_bias), (frequencies, anchor, bias), (sums, weights, rows) = new, source, state
-    num, scale = frequencies.shape[1], 1 / np.sqrt(frequencies.shape[1])
-    angles, psi, total = np.empty((2, num), sums.dtype), np.empty(2 * num, sums.dtype), np.empty(2 * num, sums.dtype)
-    for k in range(start, stop):
-        leaf, weight = leaves[edges[k]], 0.0
-        total[:] = 0.0
-        if k + 1 < stop:  # on their way while this leaf is made
-            _prefetch(sums, leaves[edges[k + 1]], leaves[edges[k + 1]] + 1)
-            for i in range(edges[k + 1], edges[k + 2]):
-                _prefetch(rows, positions[i], positions[i] + 1)
-        for i in range(edges[k], edges[k + 1]):
-            position = positions[i]
-            _angles(frequencies, rows[position], new_rows[i], angles[0], angles[1])
-            for is_new in range(2):
-                if is_new:
-                    rows[position], bias[position] = new_rows[i], new_bias[i]
-                sign = 1.0 if is_new else -1.0
-                log_weight, log_factor = _log_weight(rows[position], bias[position], anchor, settings)
-                _cos_sin(angles[is_new], psi[:num], psi[num:], sign * scale * np.exp(log_factor))
-                for j in range(2 * num):
-                    total[j] += psi[j]
-                weight += sign * np.exp(log_weight)
-        target = sums[leaf]
-        for j in range(2 * num):
-            target[j] += total[j]
-        weights[leaf] += weight
+    (dim, num), end = frequencies.shape, edges[stop]
+    scale, dtype, pairs = 1 / np.sqrt(num), sums.dtype, TOGETHER // 2
+    # Old and new rows in turn.
+    x, angles, psi = np.zeros((TOGETHER, dim), dtype), np.empty((TOGETHER, num), dtype), np.empty((2, 2 * num), dtype)
+    for first in range(edges[start], end, pairs):
+        for i in range(min(first + pairs, end), min(first + 2 * pairs, end)):  # on their way while these are made
+            _prefetch(sums, leaves[i], leaves[i] + 1)
+            _prefetch(rows, positions[i], positions[i] + 1)
+        for i in range(first, min(first + pairs, end)):
+            for j in range(dim):
+                x[2 * (i - first), j] = number(rows[positions[i], j])
+                x[2 * (i - first) + 1, j] = number(new_rows[i, j])
+        products(frequencies, x, angles)
+        for i in range(first, min(first + pairs, end)):
+            position, leaf = positions[i], leaves[i]
+            for k in range(2):
+                row = 2 * (i - first) + k
+                log_weight, log_factor = _log_weight(x[row], new_bias[i] if k else bias[position], anchor, settings)
+                _cos_sin(angles[row], psi[k, :num], psi[k, num:], scale * np.exp(log_factor))
+                weights[leaf] += np.exp(log_weight) if k else -np.exp(log_weight)
+            target, before, after = sums[leaf], psi[0], psi[1]
+            for j in range(2 * num):
+                target[j] += after[j] - before[j]
+            rows[position], bias[position] = new_rows[i], new_bias[i]

@@ -27,6 +27,9 @@ from .tree import LEAF_ABSOLUTE, LEAF_QUADRATIC, MAX_UNIFORM, MIN_MASS, MIN_SHAR
 # Reassociation lets dot products use vector instructions; the flags that assume no NaN and no inf stay off.
 compiled = functools.partial(njit, cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 inlined = functools.partial(compiled, inline="always")
+# For what other kernels call: each has its own copy. Else a process takes the copy that it loaded first, compiled for
+# another caller and rounding differently, and results depend on what ran before.
+embedded = functools.partial(compiled, forceinline=True)
 # A class that has grown since the rebuild counts for at most this much more than the largest then, lest sums overflow.
 MAX_LOG_FACTOR = 60.0
 # Ratios of successive terms of the series of exp(x), from the last down.
@@ -78,6 +81,12 @@ def stale(
     return ids[chosen]
 
 
+def distinct(ids: Tensor) -> Tensor:
+    """ids (k,) in ascending order, each once: `ids.unique()`, several times faster."""
+    ascending = np.sort(ids.numpy())
+    return torch.from_numpy(ascending[np.flatnonzero(np.diff(ascending, prepend=-1))])
+
+
 def gathered(weight: Tensor, ids: Tensor, normalize: bool) -> Tensor:
     """The rows (k, d) of ids (k,), of unit length if `normalize`, in one pass: `F.normalize(weight[ids], dim=1)`."""
     rows = weight.new_empty(len(ids), weight.shape[1])
@@ -92,7 +101,7 @@ def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
 
 
 def renew(tree: Tree, positions: Tensor) -> None:
-    leaves = tree.leaf_of(positions).unique().numpy()
+    leaves = distinct(tree.leaf_of(positions)).numpy()
     sums, weights = tree.sums.numpy(), tree.weights.numpy()
     spread(lambda a, b: _renew(sums, weights, leaves, a, b), sums.shape[1], len(leaves) * tree.depth, 1)
 
@@ -191,7 +200,7 @@ def _prefetch_line(context: Any, address: Any) -> Any:
     return types.void(types.uintp), make
 
 
-@compiled
+@embedded
 def _prefetch(array: np.ndarray, first: int, last: int) -> None:
     """Have rows first..last of a matrix on their way to the cache."""
     size = array.itemsize * array.shape[1]
@@ -199,12 +208,12 @@ def _prefetch(array: np.ndarray, first: int, last: int) -> None:
         _prefetch_line(np.uintp(array.ctypes.data + offset))
 
 
-@compiled
+@embedded
 def _prefetch_number(array: np.ndarray, i: int) -> None:
     _prefetch_line(np.uintp(array.ctypes.data + array.itemsize * i))
 
 
-@compiled
+@embedded
 def _prefetch_columns(array: np.ndarray, row: int, start: int, stop: int) -> None:
     """Have columns start..stop of a row on their way to the cache."""
     first = array.ctypes.data + row * array.itemsize * array.shape[1]
@@ -212,7 +221,7 @@ def _prefetch_columns(array: np.ndarray, row: int, start: int, stop: int) -> Non
         _prefetch_line(np.uintp(first + offset))
 
 
-@compiled
+@embedded
 def dot(x: np.ndarray, y: np.ndarray) -> float:
     # A zero of their own type, so that the loop keeps all its elements and whole vectors.
     total = number(x[0]) - number(x[0])
@@ -221,7 +230,7 @@ def dot(x: np.ndarray, y: np.ndarray) -> float:
     return total
 
 
-@compiled
+@embedded
 def _dots(x: np.ndarray, rows: np.ndarray, start: int, size: int, ahead: int, out: np.ndarray) -> None:
     """out[k] = x . rows[start + k], four at a time; rows so far `ahead` of them, unless 0, are fetched meanwhile."""
     whole = size // 4 * 4
@@ -242,7 +251,7 @@ def _dots(x: np.ndarray, rows: np.ndarray, start: int, size: int, ahead: int, ou
         out[k] = dot(x, rows[start + k])
 
 
-@compiled
+@embedded
 def _level(node: int) -> int:
     level = 0
     while node > 1:
@@ -357,13 +366,13 @@ def _two_to(context: Any, power: Any) -> Any:
     return power(power), make
 
 
-@njit(cache=True, nogil=True, fastmath={"contract"})
+@njit(cache=True, nogil=True, fastmath={"contract"}, forceinline=True)
 def less(x: float, times: float, high: float, low: float) -> float:
     """x - times (high + low), where times x high is exact: not to be reassociated, which would round the sum."""
     return x - times * high - times * low
 
 
-@compiled
+@embedded
 def _exp(x: np.ndarray, largest: float, out: np.ndarray, size: int) -> None:
     """exp(x - largest) for x <= largest, exact to out's type and vectorised: 2^k times a series; at least 1e-37."""
     kind = out.dtype.type
@@ -503,7 +512,7 @@ def _enter(
     paths[k], scores[k], scoreds[k] = path, score, scoreds[i] if node & 1 else score
 
 
-@compiled
+@embedded
 def _draw(
     state: tuple[Any, ...],
     uniforms: np.ndarray,

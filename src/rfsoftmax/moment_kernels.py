@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import _arrays, _block_logits, compiled, spread, turned, unturned
+from .kernels import _arrays, _block_logits, compiled, embedded, spread, turned, unturned
 from .tree import MAX_UNIFORM, Query, Tree
 
 
@@ -78,7 +78,7 @@ def _draw(
             first = last
 
 
-@compiled
+@embedded
 def _places(u: np.ndarray, masses: np.ndarray, total: float, places: np.ndarray) -> None:
     """The places in masses (b,) of sorted uniforms u (k,)."""
     k, cdf, end = 0, np.float64(masses[0]), masses.shape[0] - 1
@@ -119,7 +119,7 @@ def _exclude(state: tuple[Any, ...], log_weight: np.ndarray, start: int, stop: i
                 log_masses[b, block] = _log_mass(log_weight[first : first + size], logits)
 
 
-@compiled
+@embedded
 def _log_mass(log_weight: np.ndarray, logits: np.ndarray) -> float:
     """log A + the mean of o_i - log a_i by weights a_i, over the classes of a block whose logit o_i is not -inf."""
     largest, total, excess = -np.inf, 0.0, 0.0

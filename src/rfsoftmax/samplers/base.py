@@ -78,7 +78,8 @@ class Sampler(nn.Module, ABC):
             raise ValueError("ids: expected each class once, got some twice")
         if len(ids):
             with no_autocast(rows.device):
-                self._update(ids.long(), rows, bias)
+                moved = self._moved(ids.long(), rows, bias)
+                self._update(ids[moved].long(), rows[moved], bias[moved])
 
     def sample(
         self,
@@ -143,7 +144,7 @@ class Sampler(nn.Module, ABC):
 
         As in `rebuild`, with `normalize` it is the rows brought to unit length that count.
         """
-        ids = self._stale(ids, weight, bias, normalize).unique()
+        ids = self._stale(ids, weight, bias, normalize)
         rows = ClassRows(weight, normalize)[ids]
         if not torch.isfinite(rows.sum()) and bool((bad := ~torch.isfinite(rows).all(1)).any()):
             raise ValueError(f"weight: expected finite values, got NaN or inf in row {int(ids[bad][0])}")
@@ -155,8 +156,12 @@ class Sampler(nn.Module, ABC):
         """Take note of a batch of queries (B, d), before a draw for them."""
 
     def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> Tensor:
-        """Those of ids (k,), repeats allowed, whose rows the sampler is to be given anew; all, if it cannot tell."""
-        return ids
+        """Those of ids (k,), repeats allowed, whose rows the sampler is to be given anew, each once, in any order."""
+        return ids.unique()
+
+    def _moved(self, ids: Tensor, rows: Tensor, bias: Tensor) -> Tensor | slice:
+        """Which of the rows (k, d) of ids (k,) have moved so far that `_update` is to see them."""
+        return slice(None)
 
     @abstractmethod
     def _rebuild(self, weight: ClassRows, bias: Tensor) -> None: ...

@@ -134,10 +134,10 @@ class KernelSampler(AnchoredSampler):
 
     def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
         check_dim("rows", rows, self.feature_map.dim)
-        positions, order = self._positions(ids).sort()
-        rows, bias = rows.to(self.tree.rows)[order], bias.to(self.bias)[order]
-        moved = self._moved(positions, rows, bias)
-        positions, rows, bias, walk = positions[moved], rows[moved], bias[moved], self._walk()
+        positions, rows, bias = self._positions(ids), rows.to(self.tree.rows), bias.to(self.bias)
+        if not bool((positions.diff() > 0).all()):
+            positions, order = positions.sort()
+            rows, bias = rows[order], bias[order]
         if not len(positions):
             return
         if not self._is_fourier():
@@ -148,19 +148,23 @@ class KernelSampler(AnchoredSampler):
             self.tree.rows[positions], self.bias[positions] = rows, bias
             rebuild_kernels.sum_leaves(self.tree, self._fourier(), positions)
         self.tree.offsets[positions] = self._offsets(rows, bias)
-        walk.renew(self.tree, positions)
+        self._walk().renew(self.tree, positions)
 
-    def _moved(self, positions: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
-        """Which of the rows (k,) would have their logit for some unit query moved by more than the tolerance."""
-        shifts = self._walk().shifts(self.tree, positions, rows)
-        return self.tau * shifts + (bias - self.bias[positions]).abs() > self.tolerance
+    def _moved(self, ids: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
+        """Those whose logit for some query of unit length would move by more than the tolerance."""
+        check_dim("rows", rows, self.feature_map.dim)
+        positions = self._positions(ids)
+        shifts = self._walk().shifts(self.tree, positions, rows.to(self.tree.rows))
+        return self.tau * shifts + (bias.to(self.bias) - self.bias[positions]).abs() > self.tolerance
 
     def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> Tensor:
+        """The same of the rows of weight; in the order of their positions."""
         if self._walk() is not kernels or weight.device.type != "cpu" or weight.dtype != self.bias.dtype:
-            return ids
+            return ids.unique()
         limits = kernels.Limits(self.tau, self.tolerance, normalize)
         biases = None if bias is None else (bias, self.bias)
-        return kernels.stale(self.tree, ids, self.position, weight, biases, limits)
+        moved = kernels.stale(self.tree, ids, self.position, weight, biases, limits)
+        return self._classes(kernels.distinct(self._positions(moved)))
 
     def _replace(self, positions: Tensor, rows: Tensor, bias: Tensor) -> None:
         """Take in new rows and biases, also in the leaves' sums."""
