@@ -82,6 +82,7 @@ def worker(rank: int, options: argparse.Namespace, place: str) -> None:
     rows = [row for mode in options.modes for row in measure(rank, mode, options)]
     if rank == 0:
         Path(place, "rows.json").write_text(json.dumps(rows))
+    dist.barrier()  # one that leaves early takes the connections of the others with it
     dist.destroy_process_group()
 
 
