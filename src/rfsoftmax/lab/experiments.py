@@ -28,7 +28,7 @@ _PTB_SECONDS = {"full": 0.25, "exact": 0.25, "uniform": 0.07, "unigram": 0.07, "
 _ENWIKI_SECONDS = {"full": 0.8, "exact": 0.45, "uniform": 0.2, "unigram": 0.1, "default": 0.3}
 _XC_SECONDS = {"full": 0.085, "exact": 0.07, "uniform": 0.02, "default": 0.045, "unigram": 0.02}
 # Of rff: a constant part and one for each 1,000 frequencies.
-_RFF_SECONDS = {PTB: (0.05, 0.3), ENWIKI: (0.2, 0.55), TIBKAT: (0.02, 0.13)}
+_RFF_SECONDS = {PTB: (0.08, 0.22), ENWIKI: (0.2, 0.4), TIBKAT: (0.02, 0.09)}
 
 
 @final
