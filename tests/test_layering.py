@@ -83,9 +83,10 @@ def test_features_memory_and_losses_import_nothing_of_ours() -> None:
     }
 
 
-def test_the_tree_imports_memory_alone_and_kernels_the_tree() -> None:
+def test_the_tree_imports_memory_alone_and_kernels_tree_and_threads() -> None:
+    assert not imports()["threads"]
     assert all(within(name, "memory") for name in imports()["tree"])
-    assert all(within(name, "tree") for name in imports()["kernels"])
+    assert all(within(name, "tree") or within(name, "threads") for name in imports()["kernels"])
 
 
 def test_samplers_import_neither_head_nor_losses() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import rfsoftmax as rf
-from rfsoftmax import kernels
+from rfsoftmax import threads
 
 # torch's own optimizer makes tensors without saying whether they are to be checked.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -132,7 +132,7 @@ def test_a_schedule_and_a_tensor_learning_rate_are_followed() -> None:
 def test_the_result_does_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = parameters((500, 8))
     for p, least in zip(pair, (10**9, 1), strict=True):
-        monkeypatch.setattr(kernels, "_MIN_WORK_PER_THREAD", least)
+        monkeypatch.setattr(threads, "_MIN_WORK_PER_THREAD", least)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
         p.grad = gradient((500, 8), 0)
         rf.SparseAdam([p]).step()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import rfsoftmax as rf
-from rfsoftmax import kernels
+from rfsoftmax import threads
 from rfsoftmax.samplers import rows as class_rows
 from rfsoftmax.samplers.anchor import falling_keys
 from sampler_contract import all_log_probs, problem, seeded
@@ -109,7 +109,7 @@ def test_threads_share_the_blocks_among_them(monkeypatch: pytest.MonkeyPatch) ->
     weight, _ = problem(507)
     alone, several = make("orf", 507, block_size=8), make("orf", 507, block_size=8)
     alone.rebuild(weight)
-    monkeypatch.setattr(kernels, "_MIN_WORK_PER_THREAD", 100)
+    monkeypatch.setattr(threads, "_MIN_WORK_PER_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     several.rebuild(weight)
     assert torch.equal(alone.tree.sums, several.tree.sums)

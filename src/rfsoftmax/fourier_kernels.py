@@ -25,13 +25,14 @@ from .kernels import (
     number,
     path_cost,
     row_array,
-    spread,
+    series,
 )
+from .threads import spread
 from .tree import Query, Tree
 
-# Ratios of successive terms of the series of sin(x)/x and cos(x), from the ninth down.
-_SINE_TERMS = tuple(1 / (2 * k * (2 * k + 1)) for k in range(9, 0, -1))
-_COSINE_TERMS = tuple(1 / (2 * k * (2 * k - 1)) for k in range(9, 0, -1))
+# The series of sin(x)/x and cos(x), of x^2.
+_sine_series = series(tuple(-1 / (2 * k * (2 * k + 1)) for k in range(9, 0, -1)), 6)
+_cosine_series = series(tuple(-1 / (2 * k * (2 * k - 1)) for k in range(9, 0, -1)), 6)
 # pi/2 in three parts: whole multiples of the first two, up to 2^14, are exact in float32.
 _QUARTERS = (1.5703125, 4.8375129699707031e-4, 7.549789954891882e-8)
 
@@ -165,19 +166,13 @@ def products(frequencies: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None
 def _cos_sin(angles: np.ndarray, cosines: np.ndarray, sines: np.ndarray, scale: float) -> None:
     """scale x cos and sin of angles, exact to their own type and vectorised: series about multiples of pi/2."""
     kind = cosines.dtype.type
-    one, per_turn = kind(1.0), kind(2 / np.pi)
+    per_turn = kind(2 / np.pi)
     high, middle, low = kind(_QUARTERS[0]), kind(_QUARTERS[1]), kind(_QUARTERS[2])
-    first = 3 if cosines.itemsize == 4 else 0  # terms below the rounding of float32
     for i in range(angles.shape[0]):
         angle = kind(angles[i])
         turns = np.rint(angle * per_turn)
         x = less(less(angle, turns, high, middle), turns, low, kind(0.0))
-        y = x * x
-        s, c = one, one
-        for k in range(first, 9):
-            s = one - s * y * kind(_SINE_TERMS[k])
-            c = one - c * y * kind(_COSINE_TERMS[k])
-        s *= x
+        s, c = x * _sine_series(x * x), _cosine_series(x * x)
         quarter = np.int32(turns) & 3
         odd = (quarter & 1) == 1
         cosine, sine = (s, c) if odd else (c, s)

@@ -3,15 +3,10 @@
 A kernel scores a node once per query, however many samples pass through it: the samples of one query that go left are
 a prefix of its sorted uniforms, so the walk carries ranges of samples instead of samples. Uniforms that are sorted but
 for where they begin will do (`unturned`), and the samples come out in their order. Kernels own no random state
-and release the GIL; queries (or columns, for updates) are spread over threads of our own, as numba's own threads
-clash with torch's.
+and release the GIL; queries (or columns, for updates) are spread over torch's threads, with which numba's own clash.
 """
 
 import functools
-import itertools
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from .threads import spread
 from .tree import LEAF_ABSOLUTE, LEAF_QUADRATIC, MAX_UNIFORM, MIN_MASS, MIN_SHARE, Query, Tree
 
 # Reassociation lets dot products use vector instructions; the flags that assume no NaN and no inf stay off.
@@ -32,10 +28,6 @@ inlined = functools.partial(compiled, inline="always")
 embedded = functools.partial(compiled, forceinline=True)
 # A class that has grown since the rebuild counts for at most this much more than the largest then, lest sums overflow.
 MAX_LOG_FACTOR = 60.0
-# Ratios of successive terms of the series of exp(x), from the last down.
-_EXP_TERMS = tuple(1 / k for k in range(13, 0, -1))
-# Below this many multiplications waking a second thread costs more than it saves.
-_MIN_WORK_PER_THREAD = 1_000_000
 # Products of probabilities are turned into logs before they can underflow.
 _LEAST_PRODUCT = 1e-200
 # A score by subtraction is at least this share of what it was subtracted from, and its rounding error thus small.
@@ -141,36 +133,6 @@ def row_array(rows: Tensor) -> np.ndarray:
     """Rows as numba takes them: bfloat16, which numpy does not know, by its bits, for `number`."""
     rows = rows.contiguous()
     return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
-
-
-def spread(work: Callable[[int, int], None], size: int, cost: int, pieces_each: int = 4) -> None:
-    """work(start, stop) over [0, size) on as many threads as torch uses and the work is worth.
-
-    Each takes a piece when it is done with the last, so that one whose core is still busy otherwise does not hold up
-    the rest; `pieces_each` is 1 where a piece has a cost of its own.
-    """
-    threads = min(torch.get_num_threads(), size, 1 + size * cost // _MIN_WORK_PER_THREAD)
-    if threads <= 1:
-        work(0, size)
-        return
-    num = min(size, threads * pieces_each)
-    pieces = itertools.pairwise([size * i // num for i in range(num + 1)])
-
-    def work_on() -> None:
-        for start, stop in pieces:
-            work(start, stop)
-
-    pool = _pool(os.getpid(), torch.get_num_threads())
-    waiting = [pool.submit(work_on) for _ in range(threads - 1)]
-    work_on()
-    for part in waiting:
-        part.result()
-
-
-@functools.lru_cache(maxsize=1)
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    # Keyed by the process: threads do not survive a fork.
-    return ThreadPoolExecutor(threads, thread_name_prefix="rfsoftmax")
 
 
 @intrinsic
@@ -366,6 +328,33 @@ def _two_to(context: Any, power: Any) -> Any:
     return power(power), make
 
 
+def series(ratios: tuple[float, ...], single: int) -> Any:
+    """A function of x for kernels, 1 + r_1 x (1 + r_2 x (1 + ...)); `ratios` from the last down, of which float32 takes
+    the `single` lowest. Its steps stand in the code one by one: a loop over them would keep the loop around it, over
+    the numbers x, from using vector instructions."""
+
+    @intrinsic
+    def sum_of(context: Any, x: Any) -> Any:
+        taken = ratios[-single:] if x == types.float32 else ratios
+
+        def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            flags, (number,) = ("reassoc", "contract", "nsz"), arguments
+            one = total = ir.Constant(number.type, 1.0)
+            for ratio in taken:
+                term = builder.fmul(
+                    builder.fmul(total, number, flags=flags), ir.Constant(number.type, ratio), flags=flags
+                )
+                total = builder.fadd(one, term, flags=flags)
+            return total
+
+        return x(x), make
+
+    return sum_of
+
+
+_exp_series = series(tuple(1 / k for k in range(13, 0, -1)), 7)
+
+
 @njit(cache=True, nogil=True, fastmath={"contract"}, forceinline=True)
 def less(x: float, times: float, high: float, low: float) -> float:
     """x - times (high + low), where times x high is exact: not to be reassociated, which would round the sum."""
@@ -376,17 +365,12 @@ def less(x: float, times: float, high: float, low: float) -> float:
 def _exp(x: np.ndarray, largest: float, out: np.ndarray, size: int) -> None:
     """exp(x - largest) for x <= largest, exact to out's type and vectorised: 2^k times a series; at least 1e-37."""
     kind = out.dtype.type
-    one, most, least = kind(1.0), kind(largest), kind(-85.0)
+    most, least = kind(largest), kind(-85.0)
     per_log, high, low = kind(1.4426950408889634), kind(0.693359375), kind(-2.1219444005469057e-4)
-    first = 6 if out.itemsize == 4 else 0  # terms below the rounding of float32
     for i in range(size):
         y = max(x[i] - most, least)
         whole = np.rint(y * per_log)
-        y = less(y, whole, high, low)
-        z = one
-        for k in range(first, 13):
-            z = one + z * y * kind(_EXP_TERMS[k])
-        out[i] = z * _two_to(whole)
+        out[i] = _exp_series(less(y, whole, high, low)) * _two_to(whole)
 
 
 @inlined

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .kernels import _prefetch, compiled, dot, inlined, spread
+from .kernels import _prefetch, compiled, dot, inlined
 from .losses import _NORMALIZE_EPS, _gathered
+from .threads import spread
 
 # Class rows on their way to the cache ahead of the one in use.
 _AHEAD = 8

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import _arrays, _block_logits, compiled, embedded, spread, turned, unturned
+from .kernels import _arrays, _block_logits, compiled, embedded, turned, unturned
+from .threads import spread
 from .tree import MAX_UNIFORM, Query, Tree
 
 

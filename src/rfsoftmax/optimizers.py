@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import _prefetch, compiled, spread
+from .kernels import _prefetch, compiled
 from .memory import in_huge_pages
+from .threads import spread
 
 # Rows whose state is fetched ahead of its use.
 _AHEAD = 4

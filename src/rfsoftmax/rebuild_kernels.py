@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from .fourier_kernels import TOGETHER, Fourier, Settings, _class_cost, _cos_sin, _log_weight, products
-from .kernels import compiled, number, row_array, spread
+from .kernels import compiled, number, row_array
+from .threads import spread
 from .tree import Tree
 
 
