@@ -83,14 +83,16 @@ def test_features_memory_and_losses_import_nothing_of_ours() -> None:
     }
 
 
-def test_the_tree_imports_memory_alone_and_kernels_tree_and_threads() -> None:
-    assert not imports()["threads"]
+def test_kernels_import_the_tree_and_what_they_are_made_of() -> None:
+    assert not imports()["threads"] | imports()["vectors"]
     assert all(within(name, "memory") for name in imports()["tree"])
-    assert all(within(name, "tree") or within(name, "threads") for name in imports()["kernels"])
+    allowed = ("tree", "threads", "vectors", "row_kernels")
+    for module in ("row_kernels", "kernels"):
+        assert all(any(within(name, family) for family in allowed) for name in imports()[module])
 
 
 def test_samplers_import_neither_head_nor_losses() -> None:
-    kernels = ("kernels", "fourier_kernels", "moment_kernels", "rebuild_kernels", "uniforms")
+    kernels = ("kernels", "fourier_kernels", "moment_kernels", "rebuild_kernels", "row_kernels", "uniforms", "vectors")
     allowed = ("samplers", "features", "calibration", "memory", "tree", *kernels)
     for module, names in imports().items():
         if within(module, "samplers"):

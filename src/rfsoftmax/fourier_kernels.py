@@ -2,8 +2,7 @@
 
 For small batches the calls that lie between features and walk cost more than either; for updates the features of all
 rows that moved would fill the memory's bus twice. What the feature map computes by torch is computed here by the same
-formulas, to rounding. numba does not see changes in another file: after one to `kernels.py` delete its cache, the files
-`__pycache__/*.nb*`.
+formulas, to rounding.
 """
 
 from typing import Any, NamedTuple
@@ -12,29 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import (
-    MAX_LOG_FACTOR,
-    _arrays,
-    _draw,
-    _prefetch,
-    compiled,
-    dot,
-    embedded,
-    leaf_arrays,
-    less,
-    number,
-    path_cost,
-    row_array,
-    series,
-)
+from .kernels import MAX_LOG_FACTOR, _arrays, _draw, leaf_arrays, path_cost
 from .threads import spread
 from .tree import Query, Tree
-
-# The series of sin(x)/x and cos(x), of x^2.
-_sine_series = series(tuple(-1 / (2 * k * (2 * k + 1)) for k in range(9, 0, -1)), 6)
-_cosine_series = series(tuple(-1 / (2 * k * (2 * k - 1)) for k in range(9, 0, -1)), 6)
-# pi/2 in three parts: whole multiples of the first two, up to 2^14, are exact in float32.
-_QUARTERS = (1.5703125, 4.8375129699707031e-4, 7.549789954891882e-8)
+from .vectors import compiled, cos_sin, dot, embedded, number, prefetch, row_array
 
 # Rows whose angles are made at once: each number of the frequencies that is read serves so many.
 TOGETHER = 4
@@ -163,24 +143,6 @@ def products(frequencies: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None
 
 
 @embedded
-def _cos_sin(angles: np.ndarray, cosines: np.ndarray, sines: np.ndarray, scale: float) -> None:
-    """scale x cos and sin of angles, exact to their own type and vectorised: series about multiples of pi/2."""
-    kind = cosines.dtype.type
-    per_turn = kind(2 / np.pi)
-    high, middle, low = kind(_QUARTERS[0]), kind(_QUARTERS[1]), kind(_QUARTERS[2])
-    for i in range(angles.shape[0]):
-        angle = kind(angles[i])
-        turns = np.rint(angle * per_turn)
-        x = less(less(angle, turns, high, middle), turns, low, kind(0.0))
-        s, c = x * _sine_series(x * x), _cosine_series(x * x)
-        quarter = np.int32(turns) & 3
-        odd = (quarter & 1) == 1
-        cosine, sine = (s, c) if odd else (c, s)
-        cosines[i] = (-cosine if quarter == 1 or quarter == 2 else cosine) * kind(scale)
-        sines[i] = (-sine if quarter >= 2 else sine) * kind(scale)
-
-
-@embedded
 def _log_weight(row: np.ndarray, bias: float, anchor: np.ndarray, settings: Settings) -> tuple[float, float]:
     """The log of a class's weight, and of the factor that makes psi of phi."""
     log_scale = -0.5 * settings.nu * dot(row, row)
@@ -235,7 +197,7 @@ def _query(source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: Set
             floors[b] = settings.floor * np.exp(-0.5 * settings.nu * dot(x[b - first], x[b - first]))
         products(frequencies, x, angles)
         for b in range(first, last):
-            _cos_sin(angles[b - first], features[b, :num], features[b, num:], scale)
+            cos_sin(angles[b - first], features[b, :num], features[b, num:], scale)
     for first in range(start * per_query, stop * per_query, TOGETHER):
         last = min(first + TOGETHER, stop * per_query)
         for i in range(first, last):
@@ -247,7 +209,7 @@ def _query(source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: Set
             b, e = divmod(i, per_query)
             excluded_mass[b, e], excluded_weight[b, e] = 0.0, 0.0
             if excluded[b, e] >= 0:
-                _cos_sin(angles[i - first], psi[:num], psi[num:], scale)
+                cos_sin(angles[i - first], psi[:num], psi[num:], scale)
                 log_weight, log_factor = _log_weight(x[i - first], bias[excluded[b, e]], anchor, settings)
                 excluded_mass[b, e] = np.exp(log_factor) * dot(features[b], psi)
                 excluded_weight[b, e] = np.exp(log_weight)
@@ -271,8 +233,8 @@ def _update(
     x, angles, psi = np.zeros((TOGETHER, dim), dtype), np.empty((TOGETHER, num), dtype), np.empty((2, 2 * num), dtype)
     for first in range(edges[start], end, pairs):
         for i in range(min(first + pairs, end), min(first + 2 * pairs, end)):  # on their way while these are made
-            _prefetch(sums, leaves[i], leaves[i] + 1)
-            _prefetch(rows, positions[i], positions[i] + 1)
+            prefetch(sums, leaves[i], leaves[i] + 1)
+            prefetch(rows, positions[i], positions[i] + 1)
         for i in range(first, min(first + pairs, end)):
             for j in range(dim):
                 x[2 * (i - first), j] = number(rows[positions[i], j])
@@ -283,7 +245,7 @@ def _update(
             for k in range(2):
                 row = 2 * (i - first) + k
                 log_weight, log_factor = _log_weight(x[row], new_bias[i] if k else bias[position], anchor, settings)
-                _cos_sin(angles[row], psi[k, :num], psi[k, num:], scale * np.exp(log_factor))
+                cos_sin(angles[row], psi[k, :num], psi[k, num:], scale * np.exp(log_factor))
                 weights[leaf] += np.exp(log_weight) if k else -np.exp(log_weight)
             target, before, after = sums[leaf], psi[0], psi[1]
             for j in range(2 * num):

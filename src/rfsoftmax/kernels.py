@@ -6,26 +6,30 @@ for where they begin will do (`unturned`), and the samples come out in their ord
 and release the GIL; queries (or columns, for updates) are spread over torch's threads, with which numba's own clash.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
+from .row_kernels import distinct
 from .threads import spread
 from .tree import LEAF_ABSOLUTE, LEAF_QUADRATIC, MAX_UNIFORM, MIN_MASS, MIN_SHARE, Query, Tree
+from .vectors import (
+    AHEAD,
+    compiled,
+    dot,
+    dots,
+    embedded,
+    exp,
+    inlined,
+    number,
+    prefetch,
+    prefetch_columns,
+    prefetch_number,
+    row_array,
+)
 
-# Reassociation lets dot products use vector instructions; the flags that assume no NaN and no inf stay off.
-compiled = functools.partial(njit, cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
-inlined = functools.partial(compiled, inline="always")
-# For what other kernels call: each has its own copy. Else a process takes the copy that it loaded first, compiled for
-# another caller and rounding differently, and results depend on what ran before.
-embedded = functools.partial(compiled, forceinline=True)
 # A class that has grown since the rebuild counts for at most this much more than the largest then, lest sums overflow.
 MAX_LOG_FACTOR = 60.0
 # Products of probabilities are turned into logs before they can underflow.
@@ -34,19 +38,8 @@ _LEAST_PRODUCT = 1e-200
 _LEAST_KEPT = 0.2
 # Walks at once: the more, the more of them read the same node and block one after another.
 _GROUP = 1 << 15
-# Rows on their way to the cache ahead of the one in use.
-_AHEAD = 8
-_NORMALIZE_EPS = 1e-12  # the default of F.normalize
 # Bytes of sums on their way at once, ahead of the node that is scored; at least two nodes.
 _FETCHED = 4096
-
-
-class Limits(NamedTuple):
-    """How far a class may move before it is given to the sampler again: tau |c' - c| + |b' - b| <= tolerance."""
-
-    tau: float
-    tolerance: float
-    normalize: bool
 
 
 def shifts(tree: Tree, positions: Tensor, rows: Tensor) -> Tensor:
@@ -54,37 +47,6 @@ def shifts(tree: Tree, positions: Tensor, rows: Tensor) -> Tensor:
     old, places, new, out = row_array(tree.rows), positions.numpy(), row_array(rows), found.numpy()
     spread(lambda a, b: _shifts(old, places, new, out, a, b), len(rows), rows.shape[1])
     return found
-
-
-def stale(
-    tree: Tree, ids: Tensor, positions: Tensor, weight: Tensor, bias: tuple[Tensor, Tensor] | None, limits: Limits
-) -> Tensor:
-    """Those of ids (k,) whose logit may have moved by more than the limit, by weight (n, d), the tree's rows and both
-    biases (n,), new by id and old by position; `positions` (n + 1,) has the position of each id.
-
-    What is not finite counts as moved: it is for others to raise.
-    """
-    chosen = torch.empty(len(ids), dtype=torch.bool)
-    none = torch.zeros(0, dtype=tree.offsets.dtype)
-    new_bias, old_bias = (t.detach().contiguous().numpy() for t in bias or (none, none))
-    source = (weight.detach().contiguous().numpy(), row_array(tree.rows), new_bias, old_bias)
-    places, i, out = positions.numpy(), ids.numpy(), chosen.numpy()
-    spread(lambda a, b: _stale(source, i, places, limits, out, a, b), len(ids), 3 * weight.shape[1])
-    return ids[chosen]
-
-
-def distinct(ids: Tensor) -> Tensor:
-    """ids (k,) in ascending order, each once: `ids.unique()`, several times faster."""
-    ascending = np.sort(ids.numpy())
-    return torch.from_numpy(ascending[np.flatnonzero(np.diff(ascending, prepend=-1))])
-
-
-def gathered(weight: Tensor, ids: Tensor, normalize: bool) -> Tensor:
-    """The rows (k, d) of ids (k,), of unit length if `normalize`, in one pass: `F.normalize(weight[ids], dim=1)`."""
-    rows = weight.new_empty(len(ids), weight.shape[1])
-    source, i, out = weight.detach().numpy(), ids.numpy(), rows.numpy()
-    spread(lambda a, b: _gathered(source, i, normalize, out, a, b), len(ids), 2 * weight.shape[1])
-    return rows
 
 
 def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
@@ -129,90 +91,6 @@ def leaf_arrays(tree: Tree) -> tuple[Any, ...]:
     return row_array(tree.rows), tree.offsets.numpy(), tree.block_size, tree.leaf_rule
 
 
-def row_array(rows: Tensor) -> np.ndarray:
-    """Rows as numba takes them: bfloat16, which numpy does not know, by its bits, for `number`."""
-    rows = rows.contiguous()
-    return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
-
-
-@intrinsic
-def number(context: Any, x: Any) -> Any:
-    """A float as it is; a uint16 as the float32 whose upper half it is, a bfloat16."""
-
-    def widen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        upper = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(upper, ir.FloatType())
-
-    def keep(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return arguments[0]
-
-    return (types.float32(x), widen) if x == types.uint16 else (x(x), keep)
-
-
-@intrinsic
-def _prefetch_line(context: Any, address: Any) -> Any:
-    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        line = builder.inttoptr(arguments[0], pointer)
-        builder.call(prefetch, [line, *(ir.Constant(flag, value) for value in (0, 2, 1))])
-        return context.get_dummy_value()
-
-    return types.void(types.uintp), make
-
-
-@embedded
-def _prefetch(array: np.ndarray, first: int, last: int) -> None:
-    """Have rows first..last of a matrix on their way to the cache."""
-    size = array.itemsize * array.shape[1]
-    for offset in range(first * size, last * size, 64):
-        _prefetch_line(np.uintp(array.ctypes.data + offset))
-
-
-@embedded
-def _prefetch_number(array: np.ndarray, i: int) -> None:
-    _prefetch_line(np.uintp(array.ctypes.data + array.itemsize * i))
-
-
-@embedded
-def _prefetch_columns(array: np.ndarray, row: int, start: int, stop: int) -> None:
-    """Have columns start..stop of a row on their way to the cache."""
-    first = array.ctypes.data + row * array.itemsize * array.shape[1]
-    for offset in range(start * array.itemsize, stop * array.itemsize, 64):
-        _prefetch_line(np.uintp(first + offset))
-
-
-@embedded
-def dot(x: np.ndarray, y: np.ndarray) -> float:
-    # A zero of their own type, so that the loop keeps all its elements and whole vectors.
-    total = number(x[0]) - number(x[0])
-    for i in range(x.shape[0]):
-        total += number(x[i]) * number(y[i])
-    return total
-
-
-@embedded
-def _dots(x: np.ndarray, rows: np.ndarray, start: int, size: int, ahead: int, out: np.ndarray) -> None:
-    """out[k] = x . rows[start + k], four at a time; rows so far `ahead` of them, unless 0, are fetched meanwhile."""
-    whole = size // 4 * 4
-    for k in range(0, whole, 4):
-        first = start + k
-        if ahead:
-            _prefetch(rows, first + ahead, first + ahead + 4)
-        a, b, c, d = rows[first], rows[first + 1], rows[first + 2], rows[first + 3]
-        of_a = number(a[0]) - number(a[0])
-        of_b, of_c, of_d = of_a, of_a, of_a
-        for j in range(x.shape[0]):
-            of_a += x[j] * number(a[j])
-            of_b += x[j] * number(b[j])
-            of_c += x[j] * number(c[j])
-            of_d += x[j] * number(d[j])
-        out[k], out[k + 1], out[k + 2], out[k + 3] = of_a, of_b, of_c, of_d
-    for k in range(whole, size):
-        out[k] = dot(x, rows[start + k])
-
-
 @embedded
 def _level(node: int) -> int:
     level = 0
@@ -231,49 +109,6 @@ def _shifts(old: np.ndarray, positions: np.ndarray, new: np.ndarray, out: np.nda
             step = number(after[j]) - number(before[j])
             total += step * step
         out[i] = np.sqrt(total)
-
-
-@compiled
-def _stale(
-    source: tuple[np.ndarray, ...],
-    ids: np.ndarray,
-    positions: np.ndarray,
-    limits: Limits,
-    out: np.ndarray,
-    start: int,
-    stop: int,
-) -> None:
-    weight, rows, new_bias, old_bias = source
-    for k in range(start, stop):
-        if k + 2 * _AHEAD < stop:
-            _prefetch_number(positions, ids[k + 2 * _AHEAD])
-        if k + _AHEAD < stop:
-            following = ids[k + _AHEAD]
-            _prefetch(weight, following, following + 1)
-            _prefetch(rows, positions[following], positions[following] + 1)
-        new, old = weight[ids[k]], rows[positions[ids[k]]]
-        scale = 1 / max(np.sqrt(dot(new, new)), _NORMALIZE_EPS) if limits.normalize else 1.0
-        scale = weight.dtype.type(scale)
-        total = new[0] - new[0]
-        for j in range(new.shape[0]):
-            step = scale * new[j] - number(old[j])
-            total += step * step
-        moved = limits.tau * np.sqrt(total)
-        if new_bias.shape[0]:
-            moved += abs(new_bias[ids[k]] - old_bias[positions[ids[k]]])
-        out[k] = not moved <= limits.tolerance
-
-
-@compiled
-def _gathered(weight: np.ndarray, ids: np.ndarray, normalize: bool, out: np.ndarray, start: int, stop: int) -> None:
-    for k in range(start, stop):
-        if k + _AHEAD < stop:
-            _prefetch(weight, ids[k + _AHEAD], ids[k + _AHEAD] + 1)
-        row, length = weight[ids[k]], weight.dtype.type(1.0)
-        if normalize:
-            length = weight.dtype.type(max(np.sqrt(dot(row, row)), _NORMALIZE_EPS))
-        for j in range(row.shape[0]):
-            out[k, j] = row[j] / length
 
 
 @compiled
@@ -297,9 +132,9 @@ def _renew(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, start: int
         merged = np.concatenate((nodes[here:count] >> 1, nodes[:here]))
         for i in range(merged.shape[0]):
             node = merged[i]
-            if i + _AHEAD < merged.shape[0] and merged[i + _AHEAD] < blocks:
-                _prefetch_columns(sums, 2 * merged[i + _AHEAD], start, stop)
-                _prefetch_columns(sums, 2 * merged[i + _AHEAD] + 1, start, stop)
+            if i + AHEAD < merged.shape[0] and merged[i + AHEAD] < blocks:
+                prefetch_columns(sums, 2 * merged[i + AHEAD], start, stop)
+                prefetch_columns(sums, 2 * merged[i + AHEAD] + 1, start, stop)
             if kept and nodes[kept - 1] == node:
                 continue
             nodes[kept] = node
@@ -311,66 +146,6 @@ def _renew(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, start: int
                 if start == 0:
                     weights[node] = weights[2 * node] + weights[2 * node + 1]
         count = kept
-
-
-@intrinsic
-def _two_to(context: Any, power: Any) -> Any:
-    """2 to the power of a whole number, of the same float type; it must not under- or overflow."""
-    bits, kind, excess, mantissa = (32, ir.FloatType(), 127, 23)
-    if power == types.float64:
-        bits, kind, excess, mantissa = (64, ir.DoubleType(), 1023, 52)
-
-    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        whole = builder.fptosi(arguments[0], ir.IntType(bits))
-        exponent = builder.add(whole, ir.Constant(ir.IntType(bits), excess))
-        return builder.bitcast(builder.shl(exponent, ir.Constant(ir.IntType(bits), mantissa)), kind)
-
-    return power(power), make
-
-
-def series(ratios: tuple[float, ...], single: int) -> Any:
-    """A function of x for kernels, 1 + r_1 x (1 + r_2 x (1 + ...)); `ratios` from the last down, of which float32 takes
-    the `single` lowest. Its steps stand in the code one by one: a loop over them would keep the loop around it, over
-    the numbers x, from using vector instructions."""
-
-    @intrinsic
-    def sum_of(context: Any, x: Any) -> Any:
-        taken = ratios[-single:] if x == types.float32 else ratios
-
-        def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            flags, (number,) = ("reassoc", "contract", "nsz"), arguments
-            one = total = ir.Constant(number.type, 1.0)
-            for ratio in taken:
-                term = builder.fmul(
-                    builder.fmul(total, number, flags=flags), ir.Constant(number.type, ratio), flags=flags
-                )
-                total = builder.fadd(one, term, flags=flags)
-            return total
-
-        return x(x), make
-
-    return sum_of
-
-
-_exp_series = series(tuple(1 / k for k in range(13, 0, -1)), 7)
-
-
-@njit(cache=True, nogil=True, fastmath={"contract"}, forceinline=True)
-def less(x: float, times: float, high: float, low: float) -> float:
-    """x - times (high + low), where times x high is exact: not to be reassociated, which would round the sum."""
-    return x - times * high - times * low
-
-
-@embedded
-def _exp(x: np.ndarray, largest: float, out: np.ndarray, size: int) -> None:
-    """exp(x - largest) for x <= largest, exact to out's type and vectorised: 2^k times a series; at least 1e-37."""
-    kind = out.dtype.type
-    most, least = kind(largest), kind(-85.0)
-    per_log, high, low = kind(1.4426950408889634), kind(0.693359375), kind(-2.1219444005469057e-4)
-    for i in range(size):
-        y = max(x[i] - most, least)
-        whole = np.rint(y * per_log)
-        out[i] = _exp_series(less(y, whole, high, low)) * _two_to(whole)
 
 
 @inlined
@@ -460,8 +235,8 @@ def _block_logits(
     if start + ahead + size > rows.shape[0]:
         ahead = 0
     for k in range(0, size if ahead else 0, 16):
-        _prefetch_number(offsets, start + ahead + k)
-    _dots(queries[b], rows, start, size, ahead, logits)
+        prefetch_number(offsets, start + ahead + k)
+    dots(queries[b], rows, start, size, ahead, logits)
     if leaf_rule == LEAF_ABSOLUTE:
         for k in range(size):
             logits[k] = abs(logits[k])
@@ -476,7 +251,7 @@ def _block_logits(
     largest, total = logits[0], logits.dtype.type(0.0)
     for k in range(size):
         largest = max(largest, logits[k])
-    _exp(logits, largest, masses, size)
+    exp(logits, largest, masses, size)
     for e in range(excluded.shape[1]):
         if start <= excluded[b, e] < start + size:
             masses[excluded[b, e] - start] = 0.0
@@ -541,11 +316,11 @@ def _draw(
             for i in range(count):
                 following = nodes[here + i + ahead] if i + ahead < count else 0
                 if following and following != nodes[here + i + ahead - 1]:  # on its way while this node is scored
-                    _prefetch(sums, 2 * following, 2 * following + 1)
-                    _prefetch_number(weights, 2 * following)
+                    prefetch(sums, 2 * following, 2 * following + 1)
+                    prefetch_number(weights, 2 * following)
                 score_left[i] = dot(phi[low + queries[here + i]], sums[2 * nodes[here + i]])
                 if _cancels(scores[here + i] - score_left[i], scoreds[here + i]):
-                    _prefetch(sums, 2 * nodes[here + i] + 1, 2 * nodes[here + i] + 2)
+                    prefetch(sums, 2 * nodes[here + i] + 1, 2 * nodes[here + i] + 2)
             ends[0], first = there, here
             while first < here + count:
                 # All entries at one node: first their left children, then their right ones.
@@ -622,35 +397,3 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
                 value += np.log((right if node & 1 else left) / (left + right))
                 node, level = parent, level - 1
             log_q[b, i] = value
-
-
-@compiled
-def alias_table(probability: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Walker's table by Vose's method: n P(i) = keep[i] + the sum of 1 - keep[j] over all j with alias[j] = i."""
-    n = probability.shape[0]
-    keep = probability * n / probability.sum()
-    alias = np.arange(n)
-    small, large = np.empty(n, np.int64), np.empty(n, np.int64)
-    num_small, num_large = 0, 0
-    for i in range(n):
-        if keep[i] < 1.0:
-            small[num_small] = i
-            num_small += 1
-        else:
-            large[num_large] = i
-            num_large += 1
-    while num_small and num_large:
-        num_small -= 1
-        i, j = small[num_small], large[num_large - 1]
-        alias[i] = j
-        keep[j] -= 1.0 - keep[i]
-        if keep[j] < 1.0:
-            num_large -= 1
-            small[num_small] = j
-            num_small += 1
-    # What is left differs from 1 by rounding alone.
-    for i in range(num_small):
-        keep[small[i]] = 1.0
-    for i in range(num_large):
-        keep[large[i]] = 1.0
-    return keep, alias

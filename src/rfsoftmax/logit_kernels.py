@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .kernels import _prefetch, compiled, dot, inlined
 from .losses import _NORMALIZE_EPS, _gathered
 from .threads import spread
-
-# Class rows on their way to the cache ahead of the one in use.
-_AHEAD = 8
+from .vectors import AHEAD, compiled, dot, inlined, prefetch
 
 
 def suits(hidden: Tensor, weight: Tensor) -> bool:
@@ -109,7 +106,7 @@ def _fetch(weight: np.ndarray, ids: np.ndarray, b: int, p: int, stop: int) -> No
     if p >= ids.shape[1]:
         b, p = b + 1, p - ids.shape[1]
     if b < stop and p < ids.shape[1]:
-        _prefetch(weight, ids[b, p], ids[b, p] + 1)
+        prefetch(weight, ids[b, p], ids[b, p] + 1)
 
 
 @compiled
@@ -125,7 +122,7 @@ def _forward(
 ) -> None:
     for b in range(start, stop):
         for p in range(ids.shape[1]):
-            _fetch(weight, ids, b, p + _AHEAD, stop)
+            _fetch(weight, ids, b, p + AHEAD, stop)
             row = weight[ids[b, p]]
             dots[b, p] = dot(queries[b], row)
             if normalize:
@@ -140,7 +137,7 @@ def _query_gradient(arrays: tuple[np.ndarray, ...], normalize: bool, out: np.nda
         total = out[b]
         total[:] = 0.0
         for p in range(ids.shape[1]):
-            _fetch(weight, ids, b, p + _AHEAD, stop)
+            _fetch(weight, ids, b, p + AHEAD, stop)
             row, factor = weight[ids[b, p]], grad[b, p]
             if normalize:
                 factor /= max(norms[b, p], _NORMALIZE_EPS)

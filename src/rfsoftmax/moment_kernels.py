@@ -1,7 +1,6 @@
 """`draw`, `log_prob` and `exclude` of `samplers/moment.py` for CPU tensors, compiled by numba: same in, same out.
 
-The leaves are those of `kernels.py`. numba does not see changes in another file: after one to `kernels._block_logits`
-the cache of this file (`__pycache__/moment_kernels.*.nb*`) is stale until this file changes too.
+The leaves are those of `kernels.py`.
 """
 
 from typing import Any
@@ -10,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import _arrays, _block_logits, compiled, embedded, turned, unturned
+from .kernels import _arrays, _block_logits, turned, unturned
 from .threads import spread
 from .tree import MAX_UNIFORM, Query, Tree
+from .vectors import compiled, embedded
 
 
 def draw(leaves: Tree, query: Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import _prefetch, compiled
 from .memory import in_huge_pages
 from .threads import spread
+from .vectors import compiled, prefetch
 
 # Rows whose state is fetched ahead of its use.
 _AHEAD = 4
@@ -102,7 +102,7 @@ def _adam(
         if k + _AHEAD < stop:
             following = ids[k + _AHEAD]
             for array in rows:
-                _prefetch(array, following, following + 1)
+                prefetch(array, following, following + 1)
         w, m, v, g = weight[ids[k]], mean[ids[k]], square[ids[k]], grads[k]
         for j in range(g.shape[0]):
             x = sign * g[j]

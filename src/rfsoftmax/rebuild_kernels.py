@@ -1,16 +1,15 @@
 """The leaves' sums of a `KernelSampler` with a Fourier map, from all class rows, compiled by numba.
 
-Features are summed where they are made: there is no (n, 2D) array of them, whole or in pieces. numba does not see
-changes in another file: after one to `kernels.py` or `fourier_kernels.py` delete its cache, `__pycache__/*.nb*`.
+Features are summed where they are made: there is no (n, 2D) array of them, whole or in pieces.
 """
 
 import numpy as np
 from torch import Tensor
 
-from .fourier_kernels import TOGETHER, Fourier, Settings, _class_cost, _cos_sin, _log_weight, products
-from .kernels import compiled, number, row_array
+from .fourier_kernels import TOGETHER, Fourier, Settings, _class_cost, _log_weight, products
 from .threads import spread
 from .tree import Tree
+from .vectors import compiled, cos_sin, number, row_array
 
 
 def sum_leaves(tree: Tree, fourier: Fourier, blocks: Tensor | None = None) -> None:
@@ -54,7 +53,7 @@ def _sum_blocks(
             if row < rows.shape[0]:
                 total = sums[block]
                 log_weight, log_factor = _log_weight(some[i - first], bias[row], anchor, settings)
-                _cos_sin(angles[i - first], psi[:num], psi[num:], scale * np.exp(log_factor))
+                cos_sin(angles[i - first], psi[:num], psi[num:], scale * np.exp(log_factor))
                 for j in range(2 * num):
                     total[j] += psi[j]
                 weights[block] += np.exp(log_weight)

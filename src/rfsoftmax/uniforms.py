@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from .kernels import compiled
+from .vectors import compiled
 
 # A little below 1, as (num - 1 + u) / num may round to 1.
 _BELOW_ONE = 1 - 2.0**-52

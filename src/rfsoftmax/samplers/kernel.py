@@ -7,7 +7,7 @@ from typing import Literal, final, get_args
 import torch
 from torch import Tensor
 
-from .. import fourier_kernels, kernels, rebuild_kernels, tree
+from .. import fourier_kernels, kernels, rebuild_kernels, row_kernels, tree
 from ..calibration import Calibration, Probe, calibrate, probed_blocks
 from ..features import FeatureMap, GaussianMap, OrthogonalFourier, Quadratic, RandomFourier
 from .anchor import RECENT_PER_BATCH, AnchoredSampler
@@ -161,10 +161,10 @@ class KernelSampler(AnchoredSampler):
         """The same of the rows of weight; in the order of their positions."""
         if self._walk() is not kernels or weight.device.type != "cpu" or weight.dtype != self.bias.dtype:
             return ids.unique()
-        limits = kernels.Limits(self.tau, self.tolerance, normalize)
+        limits = row_kernels.Limits(self.tau, self.tolerance, normalize)
         biases = None if bias is None else (bias, self.bias)
-        moved = kernels.stale(self.tree, ids, self.position, weight, biases, limits)
-        return self._classes(kernels.distinct(self._positions(moved)))
+        moved = row_kernels.stale(self.tree, ids, self.position, weight, biases, limits)
+        return self._classes(row_kernels.distinct(self._positions(moved)))
 
     def _replace(self, positions: Tensor, rows: Tensor, bias: Tensor) -> None:
         """Take in new rows and biases, also in the leaves' sums."""

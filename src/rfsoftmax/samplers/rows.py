@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import kernels
+from .. import row_kernels
 
 # Numbers read at once: a megabyte, which stays in the cache of a core while it is worked on.
 CHUNK_ELEMENTS = 1 << 18
@@ -34,7 +34,7 @@ class ClassRows:
         """Those of a slice of the classes, or of ids (k,), int64."""
         if not isinstance(which, slice):
             if self._is_plain:
-                return kernels.gathered(self._weight, which, self._normalize)
+                return row_kernels.gathered(self._weight, which, self._normalize)
             rows = self._weight.index_select(0, which.to(self.device))  # several times faster than an index
         else:
             rows = self._weight[which]

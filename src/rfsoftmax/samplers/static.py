@@ -4,10 +4,11 @@ import math
 from abc import abstractmethod
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kernels
+from ..vectors import compiled
 from .base import Sampler
 from .rows import ClassRows
 
@@ -149,7 +150,7 @@ class UnigramSampler(_StaticSampler):
         super().__init__(len(counts), stratified)
         q = counts.double().clamp(min=min_count) ** power
         q /= q.sum()
-        keep, alias = kernels.alias_table(q.cpu().numpy())
+        keep, alias = _alias_table(q.cpu().numpy())
         self.register_buffer("probability", q)
         self.register_buffer("cumulative", torch.cat([q.new_zeros(1), q.cumsum(0)]))
         self.register_buffer("keep", torch.from_numpy(keep).to(q.device))
@@ -179,3 +180,35 @@ class UnigramSampler(_StaticSampler):
             ids[hit] = self._from_table(torch.rand(again, dtype=torch.float64, generator=generator, device=ids.device))
         fresh = torch.rand(ids.shape, dtype=torch.float64, generator=generator, device=ids.device)
         return torch.where(_is_excluded(ids, exclude), self._invert_around(exclude, fresh), ids)
+
+
+@compiled
+def _alias_table(probability: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Walker's table by Vose's method: n P(i) = keep[i] + the sum of 1 - keep[j] over all j with alias[j] = i."""
+    n = probability.shape[0]
+    keep = probability * n / probability.sum()
+    alias = np.arange(n)
+    small, large = np.empty(n, np.int64), np.empty(n, np.int64)
+    num_small, num_large = 0, 0
+    for i in range(n):
+        if keep[i] < 1.0:
+            small[num_small] = i
+            num_small += 1
+        else:
+            large[num_large] = i
+            num_large += 1
+    while num_small and num_large:
+        num_small -= 1
+        i, j = small[num_small], large[num_large - 1]
+        alias[i] = j
+        keep[j] -= 1.0 - keep[i]
+        if keep[j] < 1.0:
+            num_large -= 1
+            small[num_small] = j
+            num_small += 1
+    # What is left differs from 1 by rounding alone.
+    for i in range(num_small):
+        keep[small[i]] = 1.0
+    for i in range(num_large):
+        keep[large[i]] = 1.0
+    return keep, alias
