@@ -28,6 +28,8 @@ MODES: tuple[Any, ...] = ("per_example", "shared")
 # With so many negatives sampled and exact loss of a batch may differ by so much: by chance, and as log Z' is biased.
 CHECKED, CLOSE = 2000, 0.3
 NUM_BATCHES = 8
+# Seconds of a turn: a method at n = 10^4 comes after one that fills all caches with a million rows.
+BURST = 0.2
 
 
 class Step:
@@ -164,7 +166,7 @@ def measure(dim: int, mode: Any, options: argparse.Namespace) -> list[dict[str, 
             print(f"  building {name}, n = {n:,}", flush=True)
             step = make(n, dim, options.negatives)
             works[name, n] = lambda step=step, batches=batches: batches.run(step)  # type: ignore[misc]
-    seconds = interleaved({f"{name}|{n}": work for (name, n), work in works.items()}, options.repeats)
+    seconds = interleaved({f"{name}|{n}": work for (name, n), work in works.items()}, options.repeats, BURST)
     rows = []
     for name, n in works:
         mine = seconds[f"ours, {mode}|{n}"]
