@@ -22,6 +22,7 @@ from rfsoftmax.lab.reproduce_options import ITEMS
 from rfsoftmax.lab.results import Results, deciding, run_name
 from rfsoftmax.lab.table1 import table1
 from rfsoftmax.lab.tasks import make_task
+from rfsoftmax.lab.training_results import timed_evaluations
 from test_lab_demo import Page
 from test_lab_train import write_corpus, write_points
 
@@ -359,3 +360,13 @@ def test_a_checkpoint_made_before_a_setting_was_there_goes_on(data: Path, tmp_pa
         file.write_text(json.dumps(note))
     assert cli.main(["train", "text", "--run", str(tmp_path / "run"), "--resume", "--epochs", "2"]) == 0
     assert cli.main(["train", "text", "--run", str(tmp_path / "run"), "--resume", "--no-normalize"]) == 1
+
+
+def test_a_pause_does_not_count_as_training() -> None:
+    seconds = [1.0, 2.0, 3.0, 3604.0, 3605.0, 3606.0, 3607.0]
+    trained = [{"kind": "train", "step": 10 * i, "seconds": s, "sampler_share": 0.5} for i, s in enumerate(seconds, 1)]
+    valid = {"kind": "valid", "step": 70, "epoch": 1, "seconds": 3607.0, "time": 1.0, "loss": 2.0}
+    found = timed_evaluations([*trained, valid], 70)
+    assert found["seconds"] == pytest.approx(7.0)
+    assert found["sampler_share"] == 0.5
+    assert found["evaluations"] == [{"step": 70, "epoch": 1, "seconds": pytest.approx(7.0), "loss": 2.0}]

@@ -80,7 +80,7 @@ class Book:
         return 2 * math.sqrt(squares / sum(len(group) - 1 for group in several))
 
     def curves(self, item: str, dataset: str, metric: str, x: str = "epoch") -> dict[str, list[CurvePoint]]:
-        """The metric by epoch, step or seconds, the mean over the seeds of each label that was run."""
+        """The metric by epoch or step, the mean over the seeds of each label that was run."""
         found = {}
         for (where, label), runs in self.runs(item).items():
             if where == dataset and runs:

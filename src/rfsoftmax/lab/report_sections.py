@@ -82,7 +82,7 @@ def _perplexities(book: Book, item: str, dataset: str) -> str:
                 f"{100 * share:.0f}%",
             )
         )
-    header = ("run", "validation perplexity", "seeds", "ms a step", "in the sampler")
+    header = ("run", "validation perplexity", "seeds", "ms a step, about", "in the sampler")
     return table(header, rows, ["ours" if row[0] == "default" else "" for row in rows])
 
 
@@ -97,24 +97,10 @@ def _by_epoch(book: Book, item: str, title: str) -> Section:
 
 
 def _figure4(book: Book) -> Section:
-    by_step = chart(
-        "figure4", "Perplexity by step", "training steps", book.curves("figure4", ENWIKI, "perplexity", "step")
-    )
-    curves = book.curves("figure4", ENWIKI, "perplexity", "seconds")
-    by_time = chart("figure4-seconds", "Perplexity by time", "seconds of training, one core", curves, log_x=True)
-    tables = [_perplexities(book, "figure4", ENWIKI)]
-    if len(curves) > 1:
-        seconds = min(points[-1].x for points in curves.values())
-        rows = [(label, _at(points, seconds)) for label, points in curves.items()]
-        tables.append(table(("run", f"perplexity after {number(seconds)} seconds"), rows))
-    return Section(
-        "figure4", *ABOUT["figure4"], tables=tuple(tables), charts=tuple(c for c in (by_step, by_time) if c.lines)
-    )
-
-
-def _at(points: list[CurvePoint], seconds: float) -> str:
-    before = [point for point in points if point.x <= seconds]
-    return score_text(before[-1].score.mean) if before else "nothing evaluated yet"
+    curves = book.curves("figure4", ENWIKI, "perplexity", "step")
+    by_step = chart("figure4", "Perplexity by step", "training steps", curves)
+    tables = (_perplexities(book, "figure4", ENWIKI),)
+    return Section("figure4", *ABOUT["figure4"], tables=tables, charts=(by_step,) if by_step.lines else ())
 
 
 def _table1(book: Book) -> Section:

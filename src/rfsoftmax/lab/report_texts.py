@@ -5,6 +5,7 @@ _PTB_MODEL = (
     "batches of 20 x 35 words, m = 100 negatives a word, tau = 1/0.3², Adam at 0.002 falling by a cosine, dropout "
     "0.4 of the inputs, exact validation perplexity. The paper gives neither batch, layers, optimizer nor dropout."
 )
+_TIMES = "Each run had one core, beside others and at another time: how long a step takes is rough."
 # Title, the paper, here.
 ABOUT = {
     "table1": (
@@ -42,14 +43,15 @@ ABOUT = {
         f"{_PTB_MODEL} 10 epochs; three seeds for the full softmax and our default, whose spread is the yardstick, one "
         "for the others. Quadratic's q is computed over all classes: the same distribution as by its tree of d² "
         "features, sooner had here. Unigram, MIDX and our default (an anchored tree with exact leaves) are not in the "
-        "paper.",
+        f"paper. {_TIMES}",
     ),
     "figure4": (
         "Figure 4: all methods with 64,000 classes",
         "Validation perplexity on Bnews with the 64,000 most frequent words, d = 512, m = 100.",
         "English Wikipedia in place of Bnews, n = 64,000 and d = 512 as there. Much smaller: one pass over 400,000 "
         "words in 2,000 steps of 10 x 20 words, judged on 10,000 words of validation text every 250 steps, one seed. "
-        "So the models are far from trained and the curves show the beginning of learning. Quadratic as in figure 3.",
+        "So the models are far from trained and the curves show the beginning of learning. Quadratic as in figure 3. "
+        f"{_TIMES}",
     ),
     "table3": (
         "Table 3: extreme classification",
@@ -58,7 +60,7 @@ ABOUT = {
         "TIBKAT in place of them (90,452 records, 86,374 features, 35,116 subject headings), the same model, 5 epochs "
         "of batches of 128, m = 100 and D = 1024 (the paper gives neither), SparseAdam at 0.005 falling linearly, "
         "all labels of a record learned at once, three seeds. Softmax loss is the mean of -log p over the labels, by "
-        "the plain softmax.",
+        f"the plain softmax. {_TIMES}",
     ),
     "normalization": (
         "Normalised embeddings or plain ones",

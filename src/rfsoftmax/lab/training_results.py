@@ -1,5 +1,7 @@
 """What is kept of a finished training run."""
 
+import itertools
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,8 +21,6 @@ _NOT_KEPT = (*_PLACE, "kind", "time")
 def training_result(dataset: str, run: Run, task: Task) -> dict[str, Any]:
     """Settings, the evaluations with step and seconds of training, and the exact losses of the last checkpoint."""
     records = run.records()
-    valid = [record for record in records if record["kind"] == "valid"]
-    shares = [record["sampler_share"] for record in records if record["kind"] == "train"]
     path = checkpoints.find(run.checkpoints)
     model = make_model(run.config, task.classes)
     checkpoints.load_model(path, model)
@@ -31,10 +31,24 @@ def training_result(dataset: str, run: Run, task: Task) -> dict[str, Any]:
         "config": deciding(run.config),
         "num_classes": len(task.classes.counts),
         "steps": progress.step,
-        "seconds": progress.seconds,
-        "sampler_share": sum(shares) / max(len(shares), 1),
-        "evaluations": [_evaluation(record) for record in valid],
+        **timed_evaluations(records, progress.step),
         "final": final_losses(model, task),
+    }
+
+
+def timed_evaluations(records: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """The evaluations among the records of metrics, the seconds of training, the sampler's share of them.
+
+    A step counts for the median of all between two records: a run may have been paused, or have shared its cores.
+    """
+    trained = [record for record in records if record["kind"] == "train"]
+    spans = itertools.pairwise([{"seconds": 0.0, "step": 0}, *trained])
+    each = median((b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in spans)
+    valid = [{**record, "seconds": each * record["step"]} for record in records if record["kind"] == "valid"]
+    return {
+        "seconds": each * steps,
+        "sampler_share": median(record["sampler_share"] for record in trained),
+        "evaluations": [_evaluation(record) for record in valid],
     }
 
 
