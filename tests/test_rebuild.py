@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import rfsoftmax as rf
-from rfsoftmax import threads
+from rfsoftmax import fourier_kernels, threads
 from rfsoftmax.samplers import rows as class_rows
 from rfsoftmax.samplers.anchor import falling_keys
 from sampler_contract import all_log_probs, problem, seeded
@@ -113,6 +113,23 @@ def test_threads_share_the_blocks_among_them(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     several.rebuild(weight)
     assert torch.equal(alone.tree.sums, several.tree.sums)
+
+
+def test_an_update_in_any_order_gives_a_leaf_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, _ = problem(507)
+    sampler = make("orf", 507, block_size=8)
+    sampler.rebuild(weight)
+    update, seen = fourier_kernels.update, []
+
+    def noted(tree: Any, positions: torch.Tensor, *rest: Any) -> None:
+        seen.append(positions)
+        update(tree, positions, *rest)
+
+    monkeypatch.setattr(fourier_kernels, "update", noted)
+    ids = torch.randperm(507, generator=seeded(4))[:300]
+    sampler.update(ids, -weight[ids])
+    assert len(seen) == 1
+    assert bool((seen[0].diff() > 0).all())  # threads take whole runs of a leaf's positions
 
 
 @pytest.mark.parametrize("half_rows", [False, True])
