@@ -22,6 +22,7 @@ from parts import parts_of_steps
 from torch import Tensor, nn
 
 import rfsoftmax as rf
+from rfsoftmax import threads
 
 TAU = rf.DEFAULT_TAU
 MODES: tuple[Any, ...] = ("per_example", "shared")
@@ -234,8 +235,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9, help="interleaved repetitions; the median counts")
     parser.add_argument("--profile", action="store_true", help="tell where the time of a step of ours goes instead")
     parser.add_argument("--profile-steps", type=int, default=30, help="as many again warm up; medians count")
+    parser.add_argument(
+        "--own-threads", action="store_true", help="a pool beside torch's threads, to see what it costs"
+    )
     parser.add_argument("--output", type=Path, help="by default results/bench_step.csv, or bench_step_profile.csv")
     options = parser.parse_args()
+    if options.own_threads:
+        threads._team = lambda process: None  # type: ignore[assignment]
     options.output = options.output or Path(f"results/bench_step{'_profile' if options.profile else ''}.csv")
     rows: list[dict[str, Any]] = []
     for dim, mode in itertools.product(options.dim, options.modes):
