@@ -299,6 +299,18 @@ class SamplerContract(ABC):
                 assert one.ids.shape == (1, 7)
                 assert_near(one.log_q, sampler.log_prob(queries, one.ids, shared=shared), SINGLE)
 
+    def test_each_of_several_sets_follows_the_distribution_that_its_rows_share(self, options: Options) -> None:
+        sampler, _, hidden = self.settled(65, options)
+        sizes, none = [1, 2, 1], torch.empty(1, 0, dtype=torch.int64)
+        samples = sampler._sample(hidden, 40, none, seeded(2), sizes)
+        assert samples.ids.shape == samples.log_q.shape == (3, 40)
+        for rows, ids, log_q in zip(hidden.split(sizes), samples.ids.split(1), samples.log_q.split(1), strict=True):
+            assert_near(log_q, sampler.log_prob(rows, ids, shared=True), SINGLE)
+            if self.one_interval_per_class:
+                counts = torch.zeros(1, 65).scatter_add_(1, ids, torch.ones(1, 40))
+                expected = 40 * all_log_probs(sampler, rows, shared=True).exp()
+                assert (counts - expected).abs().max() < 2.01
+
     def test_stratified_draws_of_a_class_number_m_times_q_within_two(self, options: Options) -> None:
         """A class that takes an interval of length q holds all but the ends of m q strata of length 1/m."""
         if not self.one_interval_per_class:

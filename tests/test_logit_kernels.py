@@ -1,4 +1,4 @@
-"""The compiled `gathered_logits` against its twin in `losses`."""
+"""The compiled `gathered_logits` and `gathered_rows` against their twins in `losses`."""
 
 from typing import Any
 
@@ -121,3 +121,36 @@ def test_ids_are_sorted_with_their_places(size: int, most: int) -> None:
     expected = np.argsort(ids, kind="stable")
     assert np.array_equal(places, expected)
     assert np.array_equal(found, ids[expected])
+
+
+def rows_and_grad(module: Any, weight: Tensor, ids: Tensor, **form: Any) -> tuple[Tensor, Tensor]:
+    leaf = weight.clone().requires_grad_()
+    rows = module.gathered_rows(leaf, ids, dtype=weight.dtype, **form)
+    (rows * rows.detach().cos()).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.is_sparse == form["sparse"]
+    return rows.detach(), leaf.grad.to_dense()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (40,), (3, 50)])
+def test_rows_and_their_gradient_are_those_of_the_plain_twin(
+    shape: tuple[int, ...], normalize: bool, sparse: bool
+) -> None:
+    g = torch.Generator().manual_seed(0)
+    weight, ids = torch.randn(30, 7, generator=g, dtype=torch.float64), torch.randint(30, shape, generator=g)
+    weight[ids.flatten()[0]] = 0.0
+    found, expected = (
+        rows_and_grad(module, weight, ids, normalize=normalize, sparse=sparse) for module in (logit_kernels, losses)
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradcheck_of_rows() -> None:
+    weight = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    ids, form = torch.tensor([[0, 3], [3, 4]]), {"normalize": True, "sparse": False}
+    assert torch.autograd.gradcheck(
+        lambda w: logit_kernels.gathered_rows(w, ids, dtype=torch.float64, **form), (weight,)
+    )

@@ -269,7 +269,8 @@ class SoftmaxHead(nn.Module):
             both = gathered.gathered_logits(queries, self.weight, torch.cat([targets, ids], 1), **kind)
             return both[:, : targets.shape[1]], both[:, targets.shape[1] :]
         target_logits = gathered.gathered_logits(queries, self.weight, targets, **kind)
-        negative_logits = losses.shared_logits(queries, self.weight, ids, sizes=sizes, **kind)
+        gather = gathered.gathered_rows
+        negative_logits = losses.shared_logits(queries, self.weight, ids, sizes=sizes, gather=gather, **kind)
         if self.loss == "nce":
             return target_logits, negative_logits
         hits = (labels.unsqueeze(-1) == losses.repeated(ids, sizes).unsqueeze(1)).any(1)

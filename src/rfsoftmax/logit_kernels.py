@@ -1,8 +1,9 @@
-"""`losses.gathered_logits` for CPU tensors, compiled by numba: same signature, same result, no (B, P, d) tensor.
+"""`losses.gathered_logits` and `losses.gathered_rows` for CPU tensors, compiled by numba: the same results.
 
-Forward reads each class row once and keeps its dot product and length. Backward sorts the ids, so that the gradient of
-a class that occurs several times is summed once and normalised once: the sparse gradient has each class once, in order,
-which a sparse optimizer coalesces at once. What a thread computes does not depend on how many there are.
+Of the logits there is no (B, P, d) tensor: forward reads each class row once and keeps its dot product and length.
+Backward sorts the ids, so that the gradient of a class that occurs several times is summed once and normalised once:
+the sparse gradient has each class once, in order, which a sparse optimizer coalesces at once. What a thread computes
+does not depend on how many there are.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .losses import _NORMALIZE_EPS, _gathered
+from .row_kernels import gathered
 from .threads import spread
 from .vectors import AHEAD, compiled, dot, inlined, prefetch
 
@@ -41,6 +43,32 @@ def gathered_logits(
     return logits.abs() if absolute else logits
 
 
+def gathered_rows(weight: Tensor, ids: Tensor, *, dtype: torch.dtype, normalize: bool, sparse: bool) -> Tensor:
+    rows: Tensor = _GatheredRows.apply(weight, ids, normalize, sparse)
+    return rows
+
+
+class _GatheredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, normalize: bool, sparse: bool) -> Tensor:
+        weight, flat = weight.contiguous(), ids.contiguous().view(-1)
+        ctx.save_for_backward(weight, flat)
+        ctx.normalize, ctx.sparse = normalize, sparse
+        return gathered(weight, flat, normalize).view(*ids.shape, weight.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, flat = ctx.saved_tensors
+        classes, order, starts, ends = _occurrences(flat.numpy())
+        rows = np.empty((len(classes), weight.shape[1]), weight.detach().numpy().dtype)
+        arrays = (weight.detach().numpy(), grad.contiguous().view(-1, weight.shape[1]).numpy())
+        normalize, cost = ctx.normalize, 3 * len(flat) * weight.shape[1] // max(1, len(classes))
+        places = (classes, order, starts, ends)
+        spread(lambda a, b: _summed(arrays, normalize, places, rows, a, b), len(classes), cost)
+        return _gradient(weight, torch.from_numpy(classes), torch.from_numpy(rows), ctx.sparse), None, None, None
+
+
 class _GatheredDots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, queries: Tensor, weight: Tensor, ids: Tensor, normalize: bool, sparse: bool) -> Tensor:
@@ -65,27 +93,33 @@ class _GatheredDots(torch.autograd.Function):
             cost = ids.shape[1] * queries.shape[1]
             spread(lambda a, b: _query_gradient(arrays, ctx.normalize, out, a, b), len(ids), cost)
         if ctx.needs_input_grad[1]:
-            classes, rows = _weight_gradient(arrays, ctx.normalize)
-            if ctx.sparse:
-                shape = tuple(weight.shape)
-                grad_weight = torch.sparse_coo_tensor(
-                    classes[None], rows, shape, is_coalesced=True, check_invariants=False
-                )
-            else:
-                grad_weight = torch.zeros_like(weight).index_copy_(0, classes, rows)
+            grad_weight = _gradient(weight, *_weight_gradient(arrays, ctx.normalize), ctx.sparse)
         return grad_queries, grad_weight, None, None, None
+
+
+def _gradient(weight: Tensor, classes: Tensor, rows: Tensor, sparse: bool) -> Tensor:
+    """The gradient of weight (n, d) that has rows (U, d) at classes (U,), ascending."""
+    if sparse:
+        shape = tuple(weight.shape)
+        return torch.sparse_coo_tensor(classes[None], rows, shape, is_coalesced=True, check_invariants=False)
+    return torch.zeros_like(weight).index_copy_(0, classes, rows)
 
 
 def _weight_gradient(arrays: tuple[np.ndarray, ...], normalize: bool) -> tuple[Tensor, Tensor]:
     """The classes that occur (U,), ascending, and the gradients of their rows (U, d)."""
     flat = arrays[2].reshape(-1)
-    classes, order = _sorted(flat)
-    starts = np.flatnonzero(np.diff(classes, prepend=-1))
-    classes, rows = classes[starts], np.empty((len(starts), arrays[0].shape[1]), arrays[0].dtype)
-    ends = np.append(starts[1:], len(flat))
+    classes, order, starts, ends = _occurrences(flat)
+    rows = np.empty((len(starts), arrays[0].shape[1]), arrays[0].dtype)
     cost = len(flat) * rows.shape[1] // max(1, len(starts))
     spread(lambda a, b: _row_gradients(arrays, normalize, order, starts, ends, rows, a, b), len(starts), cost)
     return torch.from_numpy(classes), torch.from_numpy(rows)
+
+
+def _occurrences(ids: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The classes among ids (k,), ascending; the places of ids by class; where those of each class start and end."""
+    classes, order = _sorted(ids)
+    starts = np.flatnonzero(np.diff(classes, prepend=-1))
+    return classes[starts], order, starts, np.append(starts[1:], len(ids))
 
 
 def _sorted(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -174,5 +208,31 @@ def _row_gradients(
             norm, row = norms[b, p], weight[ids[b, p]]
             scale = 1 / max(norm, _NORMALIZE_EPS)
             along = radial * scale if norm >= _NORMALIZE_EPS else 0 * radial
+            for j in range(total.shape[0]):
+                total[j] = (total[j] - along * row[j]) * scale
+
+
+@compiled
+def _summed(
+    arrays: tuple[np.ndarray, ...],
+    normalize: bool,
+    places: tuple[np.ndarray, ...],
+    rows: np.ndarray,
+    start: int,
+    stop: int,
+) -> None:
+    (weight, grad), (classes, order, starts, ends) = arrays, places
+    for k in range(start, stop):
+        total = rows[k]
+        total[:] = 0.0
+        for place in order[starts[k] : ends[k]]:
+            for j in range(total.shape[0]):
+                total[j] += grad[place, j]
+        if normalize:
+            # As in `_row_gradients`, the gradient along the row being total.u.
+            row = weight[classes[k]]
+            norm = np.sqrt(dot(row, row))
+            scale = 1 / max(norm, _NORMALIZE_EPS)
+            along = scale * scale * dot(total, row) if norm >= _NORMALIZE_EPS else 0 * norm
             for j in range(total.shape[0]):
                 total[j] = (total[j] - along * row[j]) * scale

@@ -4,7 +4,7 @@ bfloat16 and float16 are computed in float32, under autocast too, and come out a
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -171,12 +171,17 @@ def gathered_logits(
 ) -> Tensor:
     """Logits (B, P) of each row's own classes, ids (B, P); `sparse` as in F.embedding. See `streamed_logsumexp`."""
     queries = tau * hidden.to(_working_dtype(hidden, weight))
-    vectors = _class_vectors(F.embedding(ids, weight, sparse=sparse), queries.dtype, normalize)
+    vectors = gathered_rows(weight, ids, dtype=queries.dtype, normalize=normalize, sparse=sparse)
     # Not a batched product: its backward, run under autocast, would be in half precision.
     logits = (vectors * queries[:, None]).sum(dim=-1)
     if bias is not None:
         logits = logits + _gathered(bias, ids, sparse)
     return logits.abs() if absolute else logits
+
+
+def gathered_rows(weight: Tensor, ids: Tensor, *, dtype: torch.dtype, normalize: bool, sparse: bool) -> Tensor:
+    """The rows (*, d) of weight (n, d) that ids (*) name, in dtype, of unit length if `normalize`."""
+    return _class_vectors(F.embedding(ids, weight, sparse=sparse), dtype, normalize)
 
 
 def shared_logits(
@@ -190,13 +195,15 @@ def shared_logits(
     absolute: bool = False,
     sparse: bool = True,
     sizes: list[int] | None = None,
+    gather: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Logits (B, m) of classes that rows share, by matrix products; else as `gathered_logits`.
 
     ids is (m,), the same for all rows; or (G, m), a set for the first sizes[0] rows, one for the sizes[1] after, ...
+    `gather` stands for `gathered_rows`.
     """
     queries = tau * hidden.to(_working_dtype(hidden, weight))
-    vectors = _class_vectors(F.embedding(ids, weight, sparse=sparse), queries.dtype, normalize)
+    vectors = (gather or gathered_rows)(weight, ids, dtype=queries.dtype, normalize=normalize, sparse=sparse)
     with _no_autocast(queries):
         if sizes is None:
             logits = queries @ vectors.T

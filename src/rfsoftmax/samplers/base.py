@@ -116,12 +116,10 @@ class Sampler(nn.Module, ABC):
             uniforms, places = uniforms.sort(dim=1)
         with no_autocast(hidden.device):
             self._observe(hidden)
-            if sizes is None or rows == 1:
-                ids, log_q = self._draw(hidden, exclude, uniforms, generator, sizes is not None)
+            if sizes is None:
+                ids, log_q = self._draw(hidden, exclude, uniforms, generator, False)
             else:
-                sets = zip(hidden.split(sizes), uniforms.split(1), strict=True)
-                drawn = [self._draw(some, exclude, u, generator, True) for some, u in sets]
-                ids, log_q = torch.cat([i for i, _ in drawn]), torch.cat([q for _, q in drawn])
+                ids, log_q = self._draw_sets(hidden, exclude, uniforms, generator, sizes)
         if not self.stratified:
             source = places.argsort(dim=1)
             ids, log_q = ids.gather(1, source), log_q.gather(1, source)
@@ -177,6 +175,14 @@ class Sampler(nn.Module, ABC):
 
         A row of uniforms ascends from its least one on, round its end: sorted, up to where it begins.
         """
+
+    def _draw_sets(
+        self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, sizes: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """ids and log q, both (G, m), for uniforms (G, m): of each set what `_draw` gives, shared by its rows."""
+        sets = zip(hidden.split(sizes), uniforms.split(1), strict=True)
+        drawn = [self._draw(some, exclude, u, generator, True) for some, u in sets]
+        return torch.cat([ids for ids, _ in drawn]), torch.cat([log_q for _, log_q in drawn])
 
     @abstractmethod
     def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:

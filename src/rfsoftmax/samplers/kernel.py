@@ -181,16 +181,26 @@ class KernelSampler(AnchoredSampler):
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
     ) -> tuple[Tensor, Tensor]:
         check_dim("hidden", hidden, self.feature_map.dim)
-        if shared or not self._is_fourier():
-            positions, log_q = self._walk().draw(self.tree, self._query(hidden, exclude, shared), uniforms)
-            ids = self._classes(positions)
-        else:
-            ids, log_q = fourier_kernels.draw(self._planned(), hidden.to(self.bias), exclude, uniforms)
-        return ids, log_q
+        if shared:
+            return self._draw_sets(hidden, exclude, uniforms, generator, [len(hidden)])
+        if self._is_fourier():
+            return fourier_kernels.draw(self._planned(), hidden.to(self.bias), exclude, uniforms)
+        positions, log_q = self._walk().draw(self.tree, self._query(hidden, exclude), uniforms)
+        return self._classes(positions), log_q
+
+    def _draw_sets(
+        self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, sizes: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        check_dim("hidden", hidden, self.feature_map.dim)
+        query = self._mixtures(self._query(hidden, exclude), sizes)
+        positions, log_q = self._walk().draw(self.tree, query, uniforms)
+        return self._classes(positions), log_q
 
     def _log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor, shared: bool) -> Tensor:
         check_dim("hidden", hidden, self.feature_map.dim)
-        query = self._query(hidden, exclude, shared)
+        query = self._query(hidden, exclude)
+        if shared:
+            query = self._mixtures(query, [len(hidden)])
         positions = self._positions(ids)
         if 2 * ids.shape[1] * self.tree.depth < 2 * self.tree.num_blocks:
             return self._walk().log_prob(self.tree, query, positions)[1]
@@ -244,11 +254,10 @@ class KernelSampler(AnchoredSampler):
         nu: float = self.feature_map.nu  # type: ignore[assignment]
         return self.tau * (hidden - centred) + nu * centred
 
-    def _query(self, hidden: Tensor, exclude: Tensor, shared: bool) -> tree.Query:
+    def _query(self, hidden: Tensor, exclude: Tensor) -> tree.Query:
         if self._is_fourier():
             positions = self._positions(exclude.expand(len(hidden), -1))
-            query = fourier_kernels.query(self.tree, hidden.to(self.bias), positions, self._fourier())
-            return self._mixture(query) if shared else query
+            return fourier_kernels.query(self.tree, hidden.to(self.bias), positions, self._fourier())
         hidden, positions, batch = hidden.to(self.bias), self._positions(exclude), len(hidden)
         centred = hidden - self.anchor
         # One pass of the feature map serves the queries and the rows of what they exclude.
@@ -258,9 +267,7 @@ class KernelSampler(AnchoredSampler):
         psi, weight = self._weighted(rows, bias, phi[batch:], log_scale[batch:])
         phi, floor = phi[:batch], self.floor * log_scale[:batch].double().exp()
         mass = torch.linalg.vecdot(psi.view(*positions.shape, -1), phi.unsqueeze(1)) if len(rows) else phi[:, :0]
-        leaf = self._leaf_query(hidden, centred)
-        query = tree.Query(phi, floor, leaf, positions, mass, weight.view_as(mass))
-        return self._mixture(query) if shared else query
+        return tree.Query(phi, floor, self._leaf_query(hidden, centred), positions, mass, weight.view_as(mass))
 
     def _is_fourier(self) -> bool:
         return isinstance(self.feature_map, (RandomFourier, OrthogonalFourier)) and self._walk() is kernels
@@ -280,9 +287,13 @@ class KernelSampler(AnchoredSampler):
         )
         return fourier_kernels.Fourier(kind.frequencies, self.anchor, self.bias, settings)
 
-    def _mixture(self, query: tree.Query) -> tree.Query:
-        """One query for the whole batch: each row counts by its share phi(h_b) / Z_b, as the tree is linear in phi."""
-        share = 1 / (len(query.floor) * tree.total_mass(self.tree, query))
-        phi = (share.to(query.features) * query.features).sum(0, keepdim=True)
-        floor = (share.squeeze(1) * query.floor).sum(0, keepdim=True)
-        return tree.Query(phi, floor, query.leaf.mean(0, keepdim=True), *(part[:1] for part in query[3:]))
+    def _mixtures(self, query: tree.Query, sizes: list[int]) -> tree.Query:
+        """One query for so many rows after another: each counts by its share phi(h_b) / Z_b, as the tree is linear in
+        phi. None of them excludes a class."""
+        each = torch.tensor(sizes, device=query.floor.device)
+        sets = torch.arange(len(sizes), device=each.device).repeat_interleave(each, output_size=len(query.floor))
+        member = torch.zeros(len(sizes), len(sets), dtype=torch.float64, device=each.device)
+        member.scatter_(0, sets.unsqueeze(0), (1 / each)[sets].to(member).unsqueeze(0))
+        share = member / tree.total_mass(self.tree, query).T
+        phi, leaf = share.to(query.features) @ query.features, member.to(query.leaf) @ query.leaf
+        return tree.Query(phi, share @ query.floor, leaf, *(part.new_empty(len(sizes), 0) for part in query[3:]))
