@@ -1,4 +1,4 @@
-"""Table 2 of the paper by `rfsoftmax.lab.table2`, at any size, as CSV."""
+"""Table 2 of the paper by `rfsoftmax.lab.table2`, at any size and with all our samplers, as CSV and plot."""
 
 import argparse
 from pathlib import Path
@@ -19,7 +19,7 @@ def main() -> None:
     rows = []
     for num_classes in options.num_classes:
         print(f"n = {num_classes:,}", flush=True)
-        some = table2.measure(num_classes, options.num_features, options.repeats)
+        some = table2.measure(num_classes, options.num_features, options.repeats, others=True)
         for row in some:
             cells = (row["milliseconds"], row["times_faster_than_exp"], row["tree_megabytes"])
             print(f"  {row['method']:24s} {cells[0]:10.3f} ms {cells[1]:8.1f} x EXP {cells[2]:9.1f} MB of sums")
@@ -27,6 +27,29 @@ def main() -> None:
         write_rows(options.output, rows)
     if len(options.num_classes) > 1:
         print_growth(rows, options.num_classes[0], options.num_classes[-1])
+    plot(rows, options.output.with_suffix(".png"))
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Milliseconds against n; the names stand at the ends of their lines, apart from one another."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    lines = {name: [row for row in rows if row["method"] == name] for name in dict.fromkeys(r["method"] for r in rows)}
+    floor = 0.0
+    for name, some in sorted(lines.items(), key=lambda item: item[1][-1]["milliseconds"]):
+        colour = "tab:red" if name.startswith("exp") or name == "exact" else "tab:blue"
+        axis.plot([r["num_classes"] for r in some], [r["milliseconds"] for r in some], "o-", color=colour, lw=1, ms=3)
+        height = max(some[-1]["milliseconds"], 1.12 * floor)
+        axis.annotate(name, (1.15 * some[-1]["num_classes"], height), fontsize=8, color=colour, va="center")
+        floor = height
+    axis.set(xscale="log", yscale="log", xlabel="classes", ylabel="milliseconds of draw and loss, batch 10, m = 10")
+    axis.set_xlim(right=8 * max(row["num_classes"] for row in rows))
+    axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
 
 
 def print_growth(rows: list[dict[str, Any]], low: int, high: int) -> None:

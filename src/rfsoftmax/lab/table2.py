@@ -3,7 +3,8 @@
 Every row draws with another sampler and computes the loss of the same embeddings, without gradients. EXP is timed
 four times: as anyone would write it in torch (`exp, plain`), written for speed (`exp, in place`, with a distribution
 function in float32 and in float64), and as our streamed `exact`; ratios are against the fastest of all four. The kernel
-samplers keep their copy of the embeddings in bfloat16.
+samplers keep their copy of the embeddings in bfloat16. Before they are timed, all EXPs must give the exact loss, which
+they have without noise, and the other samplers the log q of what they draw.
 """
 
 import functools
@@ -14,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..losses import sampled_softmax_loss
+from ..head import DEFAULT_SAMPLER
+from ..losses import full_softmax_loss, sampled_softmax_loss
 from ..samplers import DEFAULT_TAU, ExactSampler, KernelSampler, Sampler, make_sampler
 from .timing import interleaved
 
@@ -56,16 +58,39 @@ def exp_in_place(weight: Tensor, hidden: Tensor, target: Tensor, dtype: torch.dt
     return sampled_softmax_loss(target_logit[:, 0], negative_logits, (negative_logits - top - total.log()).float())
 
 
-def samplers(num_classes: int, features: Sequence[int]) -> dict[str, Sampler]:
+def samplers(num_classes: int, features: Sequence[int], others: bool) -> dict[str, Sampler]:
+    """Those of the table, and with `others` all that we have beside them."""
     made: dict[str, Sampler] = {"exact": ExactSampler()}
-    common: dict[str, Any] = {"num_classes": num_classes, "dim": DIM, "block_size": BLOCK, "half_rows": True}
-    made["quadratic"] = make_sampler("quadratic", **common)
+    sizes: dict[str, Any] = {"num_classes": num_classes, "dim": DIM}
+    kernel: dict[str, Any] = {**sizes, "block_size": BLOCK, "half_rows": True}
+    made["quadratic"] = make_sampler("quadratic", **kernel)
     for num in features:
-        made[f"rff D={num}"] = make_sampler("rff", num_features=num, **common)
+        made[f"rff D={num}"] = make_sampler("rff", num_features=num, **kernel)
+    if others:
+        made["default"] = make_sampler(**DEFAULT_SAMPLER, **sizes)
+        for name in ("orf", "sorf", "positive"):
+            made[f"{name} D=128"] = make_sampler(name, num_features=128, **kernel)
+        made["unigram"] = make_sampler("unigram", counts=1 / torch.arange(1.0, num_classes + 1), **sizes)
+        for name in ("uniform", "log_uniform", "in_batch", "moment", "midx", "lsh"):
+            made[name] = make_sampler(name, **sizes)
+        made["mixture"] = make_sampler("mixture", samplers=["uniform", "moment"], **sizes)
     return made
 
 
-def measure(num_classes: int, features: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+def check(name: str, sampler: Sampler, hidden: Tensor, target: Tensor) -> None:
+    """Raise unless the sampler gives the log q of what it draws."""
+    samples = sampler.sample(hidden, NEGATIVES, exclude=target)
+    log_q = sampler.log_prob(hidden, samples.ids, exclude=target)
+    torch.testing.assert_close(samples.log_q, log_q, rtol=1e-3, atol=1e-3, msg=lambda text: f"log q of {name}: {text}")
+
+
+def check_exp(name: str, work: Callable[[], Tensor], weight: Tensor, hidden: Tensor, target: Tensor) -> None:
+    """Raise unless the loss is the exact one: with q the softmax over the negatives all terms of Z' are the same."""
+    exact = full_softmax_loss(hidden, weight, target, tau=DEFAULT_TAU)
+    torch.testing.assert_close(work(), exact, rtol=1e-3, atol=1e-3, msg=lambda text: f"loss of {name}: {text}")
+
+
+def measure(num_classes: int, features: Sequence[int], repeats: int, others: bool = False) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     weight = F.normalize(torch.randn(num_classes, DIM), dim=1)
     hidden, target = F.normalize(torch.randn(BATCH, DIM), dim=1), torch.randint(num_classes, (BATCH,))
@@ -78,11 +103,14 @@ def measure(num_classes: int, features: Sequence[int], repeats: int) -> list[dic
         name: functools.partial(exp, weight, hidden, target) for name, exp in exps.items()
     }
     memory = dict.fromkeys(works, 0.0)
-    for name, sampler in samplers(num_classes, features).items():
+    for name, sampler in samplers(num_classes, features, others).items():
         print(f"  building {name}", flush=True)
         sampler.rebuild(weight)
         works[name] = functools.partial(sampled_loss, sampler, weight, hidden, target)
         memory[name] = sampler.tree.sums.nbytes / 1e6 if isinstance(sampler, KernelSampler) else 0.0
+        check(name, sampler, hidden, target)
+    for name in (*exps, "exact"):
+        check_exp(name, works[name], weight, hidden, target)
     with torch.no_grad():
         seconds = interleaved(works, repeats)
     exp = min(seconds[name] for name in (*exps, "exact"))
