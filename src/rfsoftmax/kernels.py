@@ -28,6 +28,7 @@ from .vectors import (
     prefetch_columns,
     prefetch_number,
     row_array,
+    two_dots,
 )
 
 # A class that has grown since the rebuild counts for at most this much more than the largest then, lest sums overflow.
@@ -224,11 +225,21 @@ def _floored(
 def _block_logits(
     block: int, b: int, logits: np.ndarray, masses: np.ndarray, state: tuple[Any, ...], following: int
 ) -> tuple[int, float, float]:
-    """Fills logits and masses, exp(logit - largest), of a block; returns their number, the largest logit, the sum.
+    """Fills logits and masses, exp(logit - largest), of a block; returns their number, the largest logit, the sum."""
+    queries, rows = state[2], state[9]
+    start, size, ahead = _block_rows(block, state, following)
+    dots(queries[b], rows, start, size, ahead, logits)
+    largest, total = _block_masses(start, size, b, logits, masses, state)
+    return size, largest, total
 
-    Row by row, those of the block that follows are fetched meanwhile; all at once they would drive out this block's.
+
+@inlined
+def _block_rows(block: int, state: tuple[Any, ...], following: int) -> tuple[int, int, int]:
+    """The first row of a block, their number, and how far from them those of the block lie that follows.
+
+    Row by row, these are to be fetched meanwhile; all at once they would drive out this block's.
     """
-    _, _, queries, excluded, _, _, _, _, _, rows, offsets, block_size, leaf_rule = state
+    rows, offsets, block_size = state[9], state[10], state[11]
     start = block * block_size
     size = min(block_size, rows.shape[0] - start)
     ahead = (following - block) * block_size
@@ -236,7 +247,15 @@ def _block_logits(
         ahead = 0
     for k in range(0, size if ahead else 0, 16):
         prefetch_number(offsets, start + ahead + k)
-    dots(queries[b], rows, start, size, ahead, logits)
+    return start, size, ahead
+
+
+@inlined
+def _block_masses(
+    start: int, size: int, b: int, logits: np.ndarray, masses: np.ndarray, state: tuple[Any, ...]
+) -> tuple[float, float]:
+    """Makes logits of the dot products in `logits`, and fills masses; returns the largest logit and the sum."""
+    excluded, offsets, leaf_rule = state[3], state[10], state[12]
     if leaf_rule == LEAF_ABSOLUTE:
         for k in range(size):
             logits[k] = abs(logits[k])
@@ -257,7 +276,7 @@ def _block_logits(
             masses[excluded[b, e] - start] = 0.0
     for k in range(size):
         total += masses[k]
-    return size, np.float64(largest), np.float64(total)
+    return np.float64(largest), np.float64(total)
 
 
 @inlined
@@ -282,7 +301,8 @@ def _draw(
 ) -> None:
     """Level by level for a group of queries, in the order of the nodes: what several of them read is fetched once, and
     their walks do not wait for one another's memory."""
-    phi, excluded, sums, weights, block_size = state[0], state[3], state[6], state[7], state[11]
+    phi, leaf_queries, excluded, sums, weights, rows = state[0], state[2], state[3], state[6], state[7], state[9]
+    block_size = state[11]
     blocks, num = sums.shape[0] // 2, uniforms.shape[1]
     group = min(stop - start, max(1, _GROUP // num))
     room, ahead = group * num, max(2, _FETCHED // (sums.shape[1] * sums.itemsize))
@@ -298,7 +318,7 @@ def _draw(
     walk = (queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds)
     # Where the next entry goes: of an inner node on the next level, or of a leaf.
     ends = np.empty(2, np.int64)
-    logits, masses = np.empty(block_size, phi.dtype), np.empty(block_size, phi.dtype)
+    logits, masses = np.empty((2, block_size), phi.dtype), np.empty(block_size, phi.dtype)
     for low in range(start, stop, group):
         here, there, count, level = 0, room, min(group, stop - low), 0
         ends[1] = 2 * room
@@ -354,23 +374,36 @@ def _draw(
                         ends[right_end] += 1
                 first = last
             here, there, count = there, here, ends[0] - there
-        for i in range(2 * room, ends[1]):
-            query, block = queries[i], nodes[i] - blocks
-            b = low + query
-            following = nodes[i + 1] - blocks if i + 1 < ends[1] else block
-            size, largest, total = _block_logits(block, b, logits, masses, state, following)
-            # Rounding may push a uniform past the end: it then means the last class that has any probability.
-            end = size - 1
-            while end > 0 and masses[end] == 0.0:
-                end -= 1
-            k, cdf, log_path = 0, np.float64(masses[0]), log_paths[i] + np.log(paths[i] / total) - largest
-            for j in range(firsts[i], lasts[i]):
-                while k < end and u[query, j] * total >= cdf:
-                    k += 1
-                    cdf += masses[k]
-                place = turned(j, turns[query], num)
-                positions[b, place] = block * block_size + k
-                log_q[b, place] = log_path + logits[k]
+        first = 2 * room
+        while first < ends[1]:
+            # Two walks that have ended at one block score its rows together.
+            node, last = nodes[first], first + 1
+            if last < ends[1] and nodes[last] == node:
+                last += 1
+            following = nodes[last] - blocks if last < ends[1] else node - blocks
+            block_start, size, rows_ahead = _block_rows(node - blocks, state, following)
+            of_one, of_other = leaf_queries[low + queries[first]], leaf_queries[low + queries[last - 1]]
+            if last == first + 2:
+                two_dots(of_one, of_other, rows, block_start, size, rows_ahead, logits)
+            else:
+                dots(of_one, rows, block_start, size, rows_ahead, logits[0])
+            for i in range(first, last):
+                query, own = queries[i], logits[i - first]
+                b = low + query
+                largest, total = _block_masses(block_start, size, b, own, masses, state)
+                # Rounding may push a uniform past the end: it then means the last class that has any probability.
+                end = size - 1
+                while end > 0 and masses[end] == 0.0:
+                    end -= 1
+                k, cdf, log_path = 0, np.float64(masses[0]), log_paths[i] + np.log(paths[i] / total) - largest
+                for j in range(firsts[i], lasts[i]):
+                    while k < end and u[query, j] * total >= cdf:
+                        k += 1
+                        cdf += masses[k]
+                    place = turned(j, turns[query], num)
+                    positions[b, place] = block_start + k
+                    log_q[b, place] = log_path + own[k]
+            first = last
 
 
 @compiled

@@ -111,6 +111,35 @@ def dots(x: np.ndarray, rows: np.ndarray, start: int, size: int, ahead: int, out
         out[k] = dot(x, rows[start + k])
 
 
+@embedded
+def two_dots(
+    x: np.ndarray, y: np.ndarray, rows: np.ndarray, start: int, size: int, ahead: int, out: np.ndarray
+) -> None:
+    """`dots` of x to out[0] and of y to out[1]: what is read, and widened, of the rows serves both."""
+    whole = size // 4 * 4
+    for k in range(0, whole, 4):
+        first = start + k
+        if ahead:
+            prefetch(rows, first + ahead, first + ahead + 4)
+        a, b, c, d = rows[first], rows[first + 1], rows[first + 2], rows[first + 3]
+        xa = number(a[0]) - number(a[0])
+        xb, xc, xd, ya, yb, yc, yd = xa, xa, xa, xa, xa, xa, xa
+        for j in range(x.shape[0]):
+            of_a, of_b, of_c, of_d = number(a[j]), number(b[j]), number(c[j]), number(d[j])
+            xa += x[j] * of_a
+            xb += x[j] * of_b
+            xc += x[j] * of_c
+            xd += x[j] * of_d
+            ya += y[j] * of_a
+            yb += y[j] * of_b
+            yc += y[j] * of_c
+            yd += y[j] * of_d
+        out[0, k], out[0, k + 1], out[0, k + 2], out[0, k + 3] = xa, xb, xc, xd
+        out[1, k], out[1, k + 1], out[1, k + 2], out[1, k + 3] = ya, yb, yc, yd
+    for k in range(whole, size):
+        out[0, k], out[1, k] = dot(x, rows[start + k]), dot(y, rows[start + k])
+
+
 @intrinsic
 def _two_to(context: Any, power: Any) -> Any:
     """2 to the power of a whole number, of the same float type; it must not under- or overflow."""
