@@ -159,7 +159,7 @@ def _table3(book: Book) -> Section:
     tables = []
     for dataset in book.sets:
         rows = [_precisions(book, dataset, label) for where, label in book.runs("table3") if where == dataset]
-        header = (f"{dataset}: method", "P@1", "P@3", "P@5", "softmax loss", "seeds", "seconds")
+        header = (f"{dataset}: method", "P@1", "P@3", "P@5", "softmax loss", "seeds", "seconds, about")
         tables.append(table(header, rows, ["ours" if row[0] == "default" else "" for row in rows]))
     paper = [(name, method, *map(str, values)) for (name, method), values in paper_numbers.TABLE3.items()]
     tables.append(table(("paper: data set", "method", "P@1", "P@3", "P@5"), paper))
@@ -177,7 +177,9 @@ def _precisions(book: Book, dataset: str, label: str) -> tuple[str, ...]:
     seconds = sum(run["seconds"] for run in runs) / len(runs)
     values = ["" if score is None else f"{score.mean:.3f}" for score in scores]
     first = scores[0]
-    seeds = "" if first is None else f"{first.num_seeds}: P@1 {first.low:.3f} to {first.high:.3f}"
+    seeds = "" if first is None else f"{first.num_seeds}"
+    if first is not None and first.num_seeds > 1:
+        seeds += f": P@1 {first.low:.3f} to {first.high:.3f}"
     return (label, *values, f"{loss.mean:.3f}", seeds, number(seconds))
 
 
