@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from .losses import _NORMALIZE_EPS, _gathered
 from .row_kernels import gathered
 from .threads import spread
-from .vectors import AHEAD, compiled, dot, inlined, prefetch
+from .vectors import AHEAD, compiled, dot, embedded, inlined, prefetch
 
 
 def suits(hidden: Tensor, weight: Tensor) -> bool:
@@ -44,6 +44,7 @@ def gathered_logits(
 
 
 def gathered_rows(weight: Tensor, ids: Tensor, *, dtype: torch.dtype, normalize: bool, sparse: bool) -> Tensor:
+    # `suits` has seen to the dtype: it is the weight's.
     rows: Tensor = _GatheredRows.apply(weight, ids, normalize, sparse)
     return rows
 
@@ -179,6 +180,18 @@ def _query_gradient(arrays: tuple[np.ndarray, ...], normalize: bool, out: np.nda
                 total[j] += factor * row[j]
 
 
+@embedded
+def _through_length(grad: np.ndarray, radial: float, row: np.ndarray, norm: float) -> None:
+    """Makes the gradient of u = v/|v| that of v, the row; radial is grad.u.
+
+    d/dv of q.v/|v| is (q - u (u.q)) / |v|; below eps the length is a constant.
+    """
+    scale = 1 / max(norm, _NORMALIZE_EPS)
+    along = radial * scale if norm >= _NORMALIZE_EPS else 0 * radial
+    for j in range(grad.shape[0]):
+        grad[j] = (grad[j] - along * row[j]) * scale
+
+
 @compiled
 def _row_gradients(
     arrays: tuple[np.ndarray, ...],
@@ -203,13 +216,8 @@ def _row_gradients(
             for j in range(total.shape[0]):
                 total[j] += factor * query[j]
         if normalize:
-            # d/dv of q.v/|v| is (q - u (u.q)) / |v|, u = v/|v|; below eps the length is a constant.
             b, p = divmod(order[starts[k]], width)
-            norm, row = norms[b, p], weight[ids[b, p]]
-            scale = 1 / max(norm, _NORMALIZE_EPS)
-            along = radial * scale if norm >= _NORMALIZE_EPS else 0 * radial
-            for j in range(total.shape[0]):
-                total[j] = (total[j] - along * row[j]) * scale
+            _through_length(total, radial, weight[ids[b, p]], norms[b, p])
 
 
 @compiled
@@ -229,10 +237,6 @@ def _summed(
             for j in range(total.shape[0]):
                 total[j] += grad[place, j]
         if normalize:
-            # As in `_row_gradients`, the gradient along the row being total.u.
             row = weight[classes[k]]
             norm = np.sqrt(dot(row, row))
-            scale = 1 / max(norm, _NORMALIZE_EPS)
-            along = scale * scale * dot(total, row) if norm >= _NORMALIZE_EPS else 0 * norm
-            for j in range(total.shape[0]):
-                total[j] = (total[j] - along * row[j]) * scale
+            _through_length(total, dot(total, row) / max(norm, _NORMALIZE_EPS), row, norm)
