@@ -36,7 +36,7 @@ MAX_LOG_FACTOR = 60.0
 # Products of probabilities are turned into logs before they can underflow.
 _LEAST_PRODUCT = 1e-200
 # A score by subtraction is at least this share of what it was subtracted from, and its rounding error thus small.
-_LEAST_KEPT = 0.2
+_LEAST_KEPT = 0.05
 # Walks at once: the more, the more of them read the same node and block one after another.
 _GROUP = 1 << 15
 # Bytes of sums on their way at once, ahead of the node that is scored; at least two nodes.

@@ -1,24 +1,39 @@
-"""The leaves' sums of a `KernelSampler` with a Fourier map, from all class rows, compiled by numba.
+"""The leaves' sums of a `KernelSampler` with a Fourier map: angles by torch, some rows at a time, the rest by numba.
 
 Features are summed where they are made: there is no (n, 2D) array of them, whole or in pieces.
 """
 
+import functools
+
 import numpy as np
+import torch
 from torch import Tensor
 
-from .fourier_kernels import TOGETHER, Fourier, Settings, _class_cost, _log_weight, products
+from .fourier_kernels import Fourier, Settings, _log_weight
 from .threads import spread
 from .tree import Tree
-from .vectors import compiled, cos_sin, number, row_array
+from .vectors import compiled, cos_sin
+
+# Angles at once: a megabyte of them, but no fewer rows than a matrix product takes to be fast.
+_ANGLES = 1 << 18
+_LEAST_ROWS = 256
+# Multiplications that cosine and sine of an angle take, and their sum.
+_ANGLE_COST = 32
 
 
 def sum_leaves(tree: Tree, fourier: Fourier, blocks: Tensor | None = None) -> None:
     """`Tree.sum_leaves` for a Fourier map: fills the leaves of tree.sums and tree.weights, all or of blocks (k,)."""
-    source = (*fourier.arrays(), row_array(tree.rows))
-    sums, weights = tree.sums.numpy()[tree.num_blocks :], tree.weights.numpy()[tree.num_blocks :]
-    which = np.arange(tree.num_blocks) if blocks is None else blocks.numpy()
-    settings, size, cost = fourier.settings, tree.block_size, _class_cost(fourier) * tree.block_size
-    spread(lambda a, b: _sum_blocks(source, settings, size, which, sums, weights, a, b), len(which), cost)
+    size, num = tree.block_size, len(fourier.frequencies)
+    leaves = (tree.sums.numpy()[tree.num_blocks :], tree.weights.numpy()[tree.num_blocks :])
+    anchor, bias = fourier.anchor.numpy(), fourier.bias.numpy()
+    which = torch.arange(tree.num_blocks) if blocks is None else blocks
+    for some in which.split(-(-max(_LEAST_ROWS, _ANGLES // num) // size)):
+        positions = (some.unsqueeze(1) * size + torch.arange(size)).flatten().clamp_(max=tree.num_classes - 1)
+        rows = tree.rows.index_select(0, positions).to(fourier.frequencies)
+        angles = rows @ fourier.frequencies.T
+        source = (angles.numpy(), rows.numpy(), anchor, bias)
+        work = functools.partial(_sum_blocks, source, fourier.settings, size, some.numpy(), *leaves)
+        spread(work, len(some), _ANGLE_COST * num * size)
 
 
 @compiled
@@ -32,28 +47,19 @@ def _sum_blocks(
     start: int,
     stop: int,
 ) -> None:
-    """Those of blocks number start to stop. Rows whose angles are made at once may lie in several blocks."""
-    frequencies, anchor, bias, rows = source
-    dim, num = frequencies.shape
-    scale, dtype = 1 / np.sqrt(num), sums.dtype
-    some, angles, psi = np.zeros((TOGETHER, dim), dtype), np.empty((TOGETHER, num), dtype), np.empty(2 * num, dtype)
+    """Those of blocks number start to stop; source has angles and rows of all their classes, one after the other."""
+    angles, rows, anchor, bias = source
+    num = angles.shape[1]
+    scale, psi = 1 / np.sqrt(num), np.empty(2 * num, sums.dtype)
     for k in range(start, stop):
-        sums[blocks[k]] = 0.0
-        weights[blocks[k]] = 0.0
-    for first in range(start * block_size, stop * block_size, TOGETHER):
-        last = min(first + TOGETHER, stop * block_size)
-        for i in range(first, last):
-            row = blocks[i // block_size] * block_size + i % block_size
-            for j in range(dim if row < rows.shape[0] else 0):
-                some[i - first, j] = number(rows[row, j])
-        products(frequencies, some, angles)
-        for i in range(first, last):
-            block = blocks[i // block_size]
-            row = block * block_size + i % block_size
-            if row < rows.shape[0]:
-                total = sums[block]
-                log_weight, log_factor = _log_weight(some[i - first], bias[row], anchor, settings)
-                cos_sin(angles[i - first], psi[:num], psi[num:], scale * np.exp(log_factor))
-                for j in range(2 * num):
-                    total[j] += psi[j]
-                weights[block] += np.exp(log_weight)
+        total, weight = sums[blocks[k]], 0.0
+        total[:] = 0.0
+        first = blocks[k] * block_size
+        for i in range(min(block_size, bias.shape[0] - first)):
+            place = k * block_size + i
+            log_weight, log_factor = _log_weight(rows[place], bias[first + i], anchor, settings)
+            cos_sin(angles[place], psi[:num], psi[num:], scale * np.exp(log_factor))
+            for j in range(2 * num):
+                total[j] += psi[j]
+            weight += np.exp(log_weight)
+        weights[blocks[k]] = weight
