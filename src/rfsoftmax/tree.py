@@ -225,8 +225,9 @@ def dense_log_prob(tree: Tree, query: Query) -> Tensor:
 
 
 def total_mass(tree: Tree, query: Query) -> Tensor:
-    """The root's mass (B, 1), float64: what the tree believes of Z."""
-    return _mass(tree, query, torch.ones(len(query.floor), 1, dtype=torch.int64, device=tree.sums.device), 1, 2)
+    """The root's mass (B,), float64, for queries that exclude nothing: what the tree believes of Z."""
+    score = (query.features @ tree.sums[1]).double()
+    return torch.maximum(score, query.floor * tree.weights[1]).clamp_(min=MIN_MASS)
 
 
 def _log_share(mass: Tensor, beside: Tensor) -> Tensor:

@@ -290,10 +290,8 @@ class KernelSampler(AnchoredSampler):
     def _mixtures(self, query: tree.Query, sizes: list[int]) -> tree.Query:
         """One query for so many rows after another: each counts by its share phi(h_b) / Z_b, as the tree is linear in
         phi. None of them excludes a class."""
-        each = torch.tensor(sizes, device=query.floor.device)
-        sets = torch.arange(len(sizes), device=each.device).repeat_interleave(each, output_size=len(query.floor))
-        member = torch.zeros(len(sizes), len(sets), dtype=torch.float64, device=each.device)
-        member.scatter_(0, sets.unsqueeze(0), (1 / each)[sets].to(member).unsqueeze(0))
-        share = member / tree.total_mass(self.tree, query).T
+        rows = (torch.full((1, size), 1 / size, dtype=torch.float64) for size in sizes)
+        member = torch.block_diag(*rows).to(query.floor.device)
+        share = member / tree.total_mass(self.tree, query)
         phi, leaf = share.to(query.features) @ query.features, member.to(query.leaf) @ query.leaf
         return tree.Query(phi, share @ query.floor, leaf, *(part.new_empty(len(sizes), 0) for part in query[3:]))
