@@ -1,23 +1,53 @@
-"""Work spread over threads: all of it is done, once, and errors come out, on torch's threads and on our own."""
+"""Work spread over threads: all of it is done, once, and failures come out, on torch's threads and on our own."""
 
+import ctypes
 import multiprocessing
 import threading
-import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
+from numba import njit
 
 from rfsoftmax import threads
+from rfsoftmax.vectors import embedded
 
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot cache compiled function")  # those that call `sleep`
 PLENTY = 10**9
+# Which thread runs a piece, and a pause in which others can take the next.
+this_thread, sleep = ctypes.CDLL(None).pthread_self, ctypes.CDLL(None).usleep
+this_thread.restype, this_thread.argtypes = ctypes.c_int64, ()
+sleep.restype, sleep.argtypes = ctypes.c_int, (ctypes.c_uint32,)
+
+
+@embedded
+def count(done: np.ndarray, step: float, pair: tuple[np.ndarray, bool], start: int, stop: int) -> None:
+    for i in range(start, stop):
+        done[i] += step
+        pair[0][i] = pair[1]
+
+
+@njit(nogil=True)
+def note_thread(seen: np.ndarray, start: int, stop: int) -> None:
+    for i in range(start, stop):
+        seen[i] = this_thread()
+    sleep(20_000)
+
+
+@embedded
+def fail(done: np.ndarray, bad: int, start: int, stop: int) -> None:
+    for i in range(start, stop):
+        if i == bad:
+            raise ValueError("a piece")
+        done[i] += 1
 
 
 @pytest.fixture(params=["team", "pool"])
 def two_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "pool":
-        monkeypatch.setattr(threads, "_team", lambda process: None)
-    elif threads._team(threads._PROCESS) is None:
+        monkeypatch.setattr(threads, "_entry", lambda process: 0)
+    elif not threads._entry(threads._PROCESS):
         pytest.skip("torch has another OpenMP library")
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -25,66 +55,62 @@ def two_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     torch.set_num_threads(before)
 
 
+def counted(size: int, pieces_each: int = 4, times: int = 1) -> np.ndarray:
+    done, marked = np.zeros(size), np.zeros(size, bool)
+    for _ in range(times):
+        threads.spread(count, (done, 1.0, (marked, True)), size, PLENTY, pieces_each)
+    assert marked.all()
+    return done
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 1000])
 @pytest.mark.parametrize("pieces_each", [1, 4])
 def test_all_is_done_once(two_threads: str, size: int, pieces_each: int) -> None:
-    done: list[int] = []
-    threads.spread(lambda start, stop: done.extend(range(start, stop)), size, PLENTY, pieces_each)
-    assert sorted(done) == list(range(size))
+    assert counted(size, pieces_each).tolist() == size * [1.0]
+
+
+def test_nothing_to_do_is_done(two_threads: str) -> None:
+    assert len(counted(0)) == 0
 
 
 def test_two_threads_work_at_a_time(two_threads: str) -> None:
-    seen, meeting = set(), threading.Barrier(2, timeout=20)
-
-    def work(start: int, stop: int) -> None:
-        meeting.wait()  # lasts until both are here
-        seen.add(threading.get_ident())
-
-    threads.spread(work, 2, PLENTY, 1)
-    assert len(seen) == 2
+    seen = np.zeros(8, np.int64)
+    threads.spread(note_thread, (seen,), 8, PLENTY)
+    assert len(set(seen.tolist())) == 2
 
 
 def test_little_work_stays_on_one(two_threads: str) -> None:
-    seen: list[tuple[int, int, int]] = []
-    threads.spread(lambda start, stop: seen.append((start, stop, threading.get_ident())), 10, 1)
-    assert seen == [(0, 10, threading.get_ident())]
+    seen = np.zeros(8, np.int64)
+    threads.spread(note_thread, (seen,), 8, 1)
+    assert seen.tolist() == 8 * [this_thread()]
 
 
 @pytest.mark.parametrize("bad", [0, 7])
-def test_an_error_comes_out_and_the_next_work_is_done(two_threads: str, bad: int) -> None:
-    def work(start: int, stop: int) -> None:
-        time.sleep(0.01)  # for both threads to get some
-        if start == bad:
-            raise ValueError("piece")
-
-    with pytest.raises(ValueError, match="piece"):
-        threads.spread(work, 8, PLENTY)
-    test_all_is_done_once(two_threads, 100, 4)
+def test_a_failure_comes_out_and_the_other_work_is_done(two_threads: str, bad: int) -> None:
+    done = np.zeros(8)
+    with pytest.raises(RuntimeError, match="fail: failed"):
+        threads.spread(fail, (done, bad), 8, PLENTY)
+    assert done.tolist() == [float(i != bad) for i in range(8)]
+    threads.spread(fail, (done, -1), 8, PLENTY)
+    assert done.sum() == 15
 
 
 def test_threads_of_a_program_may_all_spread_work(two_threads: str) -> None:
-    done: list[int] = []
-
-    def spread_some() -> None:
-        for _ in range(20):
-            threads.spread(lambda start, stop: done.extend(range(start, stop)), 100, PLENTY)
-
-    callers = [threading.Thread(target=spread_some) for _ in range(3)]
+    found: list[np.ndarray] = []
+    callers = [threading.Thread(target=lambda: found.append(counted(100, times=20))) for _ in range(3)]
     for caller in callers:
         caller.start()
     for caller in callers:
         caller.join()
-    assert sorted(done) == sorted(60 * list(range(100)))
+    assert [each.tolist() for each in found] == 3 * [100 * [20.0]]
 
 
-def _in_child(answers: "multiprocessing.Queue[int]") -> None:
-    done: list[int] = []
-    threads.spread(lambda start, stop: done.extend(range(start, stop)), 100, PLENTY)
-    answers.put(len(done))
+def _in_child(answers: "multiprocessing.Queue[float]") -> None:
+    answers.put(float(counted(100).sum()))
 
 
 def test_a_forked_process_has_threads_of_its_own(two_threads: str) -> None:
-    test_all_is_done_once(two_threads, 100, 4)
+    counted(100)
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     child = context.Process(target=_in_child, args=(answers,))

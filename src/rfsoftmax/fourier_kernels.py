@@ -14,7 +14,7 @@ from torch import Tensor
 from .kernels import MAX_LOG_FACTOR, _arrays, _draw, leaf_arrays, path_cost
 from .threads import spread
 from .tree import Query, Tree
-from .vectors import compiled, cos_sin, dot, embedded, number, prefetch, row_array
+from .vectors import cos_sin, dot, embedded, number, prefetch, row_array
 
 # Rows whose angles are made at once: each number of the frequencies that is read serves so many.
 TOGETHER = 4
@@ -58,7 +58,7 @@ def query(tree: Tree, hidden: Tensor, excluded: Tensor, fourier: Fourier) -> Que
     )
     source = (hidden.contiguous().numpy(), *fourier.arrays())
     state, settings = _arrays(tree, made), fourier.settings
-    spread(lambda a, b: _query(source, state, settings, a, b), batch, _query_cost(fourier, excluded))
+    spread(_query, (source, state, settings), batch, _query_cost(fourier, excluded))
     return made
 
 
@@ -91,7 +91,7 @@ def draw(plan: Plan, hidden: Tensor, excluded: Tensor, uniforms: Tensor) -> tupl
     nodes, leaves, settings = plan.nodes, plan.leaves, plan.settings
     u, i, q = uniforms.numpy(), ids.numpy(), log_q.numpy()
     cost = (1 + excluded.shape[1]) * plan.class_cost + u.shape[1] * plan.path_cost
-    spread(lambda a, b: _query_and_draw(source, classes, nodes, leaves, settings, u, i, q, a, b), len(u), cost, 1)
+    spread(_query_and_draw, (source, classes, nodes, leaves, settings, u, i, q), len(u), cost, 1)
     return ids, log_q
 
 
@@ -108,7 +108,7 @@ def update(tree: Tree, positions: Tensor, rows: Tensor, bias: Tensor, fourier: F
     state = (tree.sums.numpy(), tree.weights.numpy(), row_array(tree.rows))
     source, settings = fourier.arrays(), fourier.settings
     cost = 2 * _class_cost(fourier) * len(leaves) // len(starts)
-    spread(lambda a, b: _update(new, source, settings, state, edges, a, b), len(starts), cost)
+    spread(_update, (new, source, settings, state, edges), len(starts), cost)
 
 
 def _class_cost(fourier: Fourier) -> int:
@@ -151,7 +151,7 @@ def _log_weight(row: np.ndarray, bias: float, anchor: np.ndarray, settings: Sett
     return log_weight, min(log_weight - log_scale, MAX_LOG_FACTOR)
 
 
-@compiled
+@embedded
 def _query_and_draw(
     source: tuple[np.ndarray, ...],
     classes: tuple[np.ndarray, ...],
@@ -215,7 +215,7 @@ def _query(source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: Set
                 excluded_weight[b, e] = np.exp(log_weight)
 
 
-@compiled
+@embedded
 def _update(
     new: tuple[np.ndarray, ...],
     source: tuple[np.ndarray, ...],

@@ -46,7 +46,7 @@ _FETCHED = 4096
 def shifts(tree: Tree, positions: Tensor, rows: Tensor) -> Tensor:
     found = torch.empty(len(rows), dtype=tree.offsets.dtype)
     old, places, new, out = row_array(tree.rows), positions.numpy(), row_array(rows), found.numpy()
-    spread(lambda a, b: _shifts(old, places, new, out, a, b), len(rows), rows.shape[1])
+    spread(_shifts, (old, places, new, out), len(rows), rows.shape[1])
     return found
 
 
@@ -58,21 +58,21 @@ def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
 def renew(tree: Tree, positions: Tensor) -> None:
     leaves = distinct(tree.leaf_of(positions)).numpy()
     sums, weights = tree.sums.numpy(), tree.weights.numpy()
-    spread(lambda a, b: _renew(sums, weights, leaves, a, b), sums.shape[1], len(leaves) * tree.depth, 1)
+    spread(_renew, (sums, weights, leaves), sums.shape[1], len(leaves) * tree.depth, 1)
 
 
 def draw(tree: Tree, query: Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     positions = torch.empty(uniforms.shape, dtype=torch.int64)
     log_q = torch.empty(uniforms.shape, dtype=torch.float64)
     state, u, p, q = _arrays(tree, query), uniforms.numpy(), positions.numpy(), log_q.numpy()
-    spread(lambda a, b: _draw(state, u, p, q, a, b), len(u), u.shape[1] * path_cost(tree), 1)
+    spread(_draw, (state, u, p, q), len(u), u.shape[1] * path_cost(tree), 1)
     return positions, log_q
 
 
 def log_prob(tree: Tree, query: Query, positions: Tensor) -> tuple[Tensor, Tensor]:
     log_q = torch.empty(positions.shape, dtype=torch.float64)
     state, p, q = _arrays(tree, query), positions.contiguous().numpy(), log_q.numpy()
-    spread(lambda a, b: _log_prob(state, p, q, a, b), len(p), p.shape[1] * path_cost(tree))
+    spread(_log_prob, (state, p, q), len(p), p.shape[1] * path_cost(tree))
     return positions, log_q
 
 
@@ -101,7 +101,7 @@ def _level(node: int) -> int:
     return level
 
 
-@compiled
+@embedded
 def _shifts(old: np.ndarray, positions: np.ndarray, new: np.ndarray, out: np.ndarray, start: int, stop: int) -> None:
     for i in range(start, stop):
         before, after = old[positions[i]], new[i]
@@ -121,7 +121,7 @@ def _add(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, psi: np.ndar
         weights[leaves[i]] += weight[i]
 
 
-@compiled
+@embedded
 def _renew(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, start: int, stop: int) -> None:
     """Columns start..stop of all nodes above leaves, ascending; the thread with the first column does the weights."""
     blocks, count = sums.shape[0] // 2, leaves.shape[0]
@@ -406,7 +406,7 @@ def _draw(
             first = last
 
 
-@compiled
+@embedded
 def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, start: int, stop: int) -> None:
     phi, excluded, sums, block_size = state[0], state[3], state[6], state[11]
     blocks = sums.shape[0] // 2

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from .losses import _NORMALIZE_EPS, _gathered
 from .row_kernels import gathered
 from .threads import spread
-from .vectors import AHEAD, compiled, dot, embedded, inlined, prefetch
+from .vectors import AHEAD, dot, embedded, inlined, prefetch
 
 
 def suits(hidden: Tensor, weight: Tensor) -> bool:
@@ -66,7 +66,7 @@ class _GatheredRows(torch.autograd.Function):
         arrays = (weight.detach().numpy(), grad.contiguous().view(-1, weight.shape[1]).numpy())
         normalize, cost = ctx.normalize, 3 * len(flat) * weight.shape[1] // max(1, len(classes))
         places = (classes, order, starts, ends)
-        spread(lambda a, b: _summed(arrays, normalize, places, rows, a, b), len(classes), cost)
+        spread(_summed, (arrays, normalize, places, rows), len(classes), cost)
         return _gradient(weight, torch.from_numpy(classes), torch.from_numpy(rows), ctx.sparse), None, None, None
 
 
@@ -76,7 +76,7 @@ class _GatheredDots(torch.autograd.Function):
         queries, weight, ids = queries.contiguous(), weight.contiguous(), ids.contiguous()
         dots, norms = queries.new_empty(ids.shape), queries.new_empty(ids.shape if normalize else (1, 1))
         q, w, i, out, lengths = (t.detach().numpy() for t in (queries, weight, ids, dots, norms))
-        spread(lambda a, b: _forward(q, w, i, normalize, out, lengths, a, b), len(ids), ids.shape[1] * q.shape[1])
+        spread(_forward, (q, w, i, normalize, out, lengths), len(ids), ids.shape[1] * q.shape[1])
         ctx.save_for_backward(queries, weight, ids, dots, norms)
         ctx.normalize, ctx.sparse = normalize, sparse
         return dots
@@ -92,7 +92,7 @@ class _GatheredDots(torch.autograd.Function):
             grad_queries = torch.empty_like(queries)
             out = grad_queries.numpy()
             cost = ids.shape[1] * queries.shape[1]
-            spread(lambda a, b: _query_gradient(arrays, ctx.normalize, out, a, b), len(ids), cost)
+            spread(_query_gradient, (arrays, ctx.normalize, out), len(ids), cost)
         if ctx.needs_input_grad[1]:
             grad_weight = _gradient(weight, *_weight_gradient(arrays, ctx.normalize), ctx.sparse)
         return grad_queries, grad_weight, None, None, None
@@ -112,7 +112,7 @@ def _weight_gradient(arrays: tuple[np.ndarray, ...], normalize: bool) -> tuple[T
     classes, order, starts, ends = _occurrences(flat)
     rows = np.empty((len(starts), arrays[0].shape[1]), arrays[0].dtype)
     cost = len(flat) * rows.shape[1] // max(1, len(starts))
-    spread(lambda a, b: _row_gradients(arrays, normalize, order, starts, ends, rows, a, b), len(starts), cost)
+    spread(_row_gradients, (arrays, normalize, order, starts, ends, rows), len(starts), cost)
     return torch.from_numpy(classes), torch.from_numpy(rows)
 
 
@@ -144,7 +144,7 @@ def _fetch(weight: np.ndarray, ids: np.ndarray, b: int, p: int, stop: int) -> No
         prefetch(weight, ids[b, p], ids[b, p] + 1)
 
 
-@compiled
+@embedded
 def _forward(
     queries: np.ndarray,
     weight: np.ndarray,
@@ -165,7 +165,7 @@ def _forward(
                 dots[b, p] /= max(norms[b, p], _NORMALIZE_EPS)
 
 
-@compiled
+@embedded
 def _query_gradient(arrays: tuple[np.ndarray, ...], normalize: bool, out: np.ndarray, start: int, stop: int) -> None:
     _, weight, ids, _, norms, grad = arrays
     for b in range(start, stop):
@@ -192,7 +192,7 @@ def _through_length(grad: np.ndarray, radial: float, row: np.ndarray, norm: floa
         grad[j] = (grad[j] - along * row[j]) * scale
 
 
-@compiled
+@embedded
 def _row_gradients(
     arrays: tuple[np.ndarray, ...],
     normalize: bool,
@@ -220,7 +220,7 @@ def _row_gradients(
             _through_length(total, radial, weight[ids[b, p]], norms[b, p])
 
 
-@compiled
+@embedded
 def _summed(
     arrays: tuple[np.ndarray, ...],
     normalize: bool,

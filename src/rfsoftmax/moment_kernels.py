@@ -12,7 +12,7 @@ from torch import Tensor
 from .kernels import _arrays, _block_logits, turned, unturned
 from .threads import spread
 from .tree import MAX_UNIFORM, Query, Tree
-from .vectors import compiled, embedded
+from .vectors import embedded
 
 
 def draw(leaves: Tree, query: Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,7 +21,7 @@ def draw(leaves: Tree, query: Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     state = _arrays(leaves, query._replace(features=query.features.softmax(1)))
     u, p, q = uniforms.numpy(), positions.numpy(), log_q.numpy()
     cost = query.features.shape[1] + u.shape[1] * leaves.block_size * query.leaf.shape[1]
-    spread(lambda a, b: _draw(state, u, p, q, a, b), len(u), cost)
+    spread(_draw, (state, u, p, q), len(u), cost)
     return positions, log_q
 
 
@@ -29,17 +29,17 @@ def log_prob(leaves: Tree, query: Query, positions: Tensor) -> Tensor:
     log_q = query.features.double().log_softmax(1).gather(1, positions // leaves.block_size)
     state, p, q = _arrays(leaves, query), positions.contiguous().numpy(), log_q.numpy()
     cost = p.shape[1] * leaves.block_size * query.leaf.shape[1]
-    spread(lambda a, b: _log_prob(state, p, q, a, b), len(p), cost)
+    spread(_log_prob, (state, p, q), len(p), cost)
     return log_q
 
 
 def exclude(leaves: Tree, query: Query, log_weight: Tensor) -> None:
     state, weight = _arrays(leaves, query), log_weight.numpy()
     cost = query.excluded.shape[1] * leaves.block_size * query.leaf.shape[1]
-    spread(lambda a, b: _exclude(state, weight, a, b), len(query.leaf), cost)
+    spread(_exclude, (state, weight), len(query.leaf), cost)
 
 
-@compiled
+@embedded
 def _draw(
     state: tuple[Any, ...],
     uniforms: np.ndarray,
@@ -92,7 +92,7 @@ def _places(u: np.ndarray, masses: np.ndarray, total: float, places: np.ndarray)
         places[i] = k
 
 
-@compiled
+@embedded
 def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, start: int, stop: int) -> None:
     """Adds log p(i | block) to log_q, which holds log P(block)."""
     block_size = state[11]
@@ -107,7 +107,7 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
                 log_q[b, i] += logits[place] - largest - np.log(total)
 
 
-@compiled
+@embedded
 def _exclude(state: tuple[Any, ...], log_weight: np.ndarray, start: int, stop: int) -> None:
     log_masses, excluded, block_size = state[0], state[3], state[11]
     logits, masses = np.empty(block_size, state[2].dtype), np.empty(block_size, state[2].dtype)

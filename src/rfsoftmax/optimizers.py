@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .memory import in_huge_pages
 from .threads import spread
-from .vectors import compiled, prefetch
+from .vectors import embedded, prefetch
 
 # Rows whose state is fetched ahead of its use.
 _AHEAD = 4
@@ -59,7 +59,7 @@ class SparseAdam(torch.optim.SparseAdam):
         sign = values.dtype.type(-1 if group.get("maximize", False) else 1)
         rows = tuple(_rows(t) for t in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]))
         values = values.reshape(len(ids), -1)
-        spread(lambda a, b: _adam(ids, values, sign, scales, rows, a, b), len(ids), 16 * values.shape[1])
+        spread(_adam, (ids, values, sign, scales, rows), len(ids), 16 * values.shape[1])
 
 
 def _suits(parameter: Tensor) -> bool:
@@ -87,7 +87,7 @@ def _rows(tensor: Tensor) -> np.ndarray:
     return tensor.view(len(tensor), -1).numpy()
 
 
-@compiled
+@embedded
 def _adam(
     ids: np.ndarray,
     grads: np.ndarray,

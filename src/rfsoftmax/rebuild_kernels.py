@@ -3,8 +3,6 @@
 Features are summed where they are made: there is no (n, 2D) array of them, whole or in pieces.
 """
 
-import functools
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,7 +10,7 @@ from torch import Tensor
 from .fourier_kernels import Fourier, Settings, _log_weight
 from .threads import spread
 from .tree import Tree
-from .vectors import compiled, cos_sin
+from .vectors import cos_sin, embedded
 
 # Angles at once: a megabyte of them, but no fewer rows than a matrix product takes to be fast.
 _ANGLES = 1 << 18
@@ -32,11 +30,11 @@ def sum_leaves(tree: Tree, fourier: Fourier, blocks: Tensor | None = None) -> No
         rows = tree.rows.index_select(0, positions).to(fourier.frequencies)
         angles = rows @ fourier.frequencies.T
         source = (angles.numpy(), rows.numpy(), anchor, bias)
-        work = functools.partial(_sum_blocks, source, fourier.settings, size, some.numpy(), *leaves)
-        spread(work, len(some), _ANGLE_COST * num * size)
+        arguments = (source, fourier.settings, size, some.numpy(), *leaves)
+        spread(_sum_blocks, arguments, len(some), _ANGLE_COST * num * size)
 
 
-@compiled
+@embedded
 def _sum_blocks(
     source: tuple[np.ndarray, ...],
     settings: Settings,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .threads import spread
 from .tree import Tree
-from .vectors import AHEAD, compiled, dot, number, prefetch, prefetch_number, row_array
+from .vectors import AHEAD, dot, embedded, number, prefetch, prefetch_number, row_array
 
 _NORMALIZE_EPS = 1e-12  # the default of F.normalize
 
@@ -34,7 +34,7 @@ def stale(
     new_bias, old_bias = (t.detach().contiguous().numpy() for t in bias or (none, none))
     source = (weight.detach().contiguous().numpy(), row_array(tree.rows), new_bias, old_bias)
     places, i, out = positions.numpy(), ids.numpy(), chosen.numpy()
-    spread(lambda a, b: _stale(source, i, places, limits, out, a, b), len(ids), 3 * weight.shape[1])
+    spread(_stale, (source, i, places, limits, out), len(ids), 3 * weight.shape[1])
     return ids[chosen]
 
 
@@ -48,11 +48,11 @@ def gathered(weight: Tensor, ids: Tensor, normalize: bool) -> Tensor:
     """The rows (k, d) of ids (k,), of unit length if `normalize`, in one pass: `F.normalize(weight[ids], dim=1)`."""
     rows = weight.new_empty(len(ids), weight.shape[1])
     source, i, out = weight.detach().numpy(), ids.numpy(), rows.numpy()
-    spread(lambda a, b: _gathered(source, i, normalize, out, a, b), len(ids), 2 * weight.shape[1])
+    spread(_gathered, (source, i, normalize, out), len(ids), 2 * weight.shape[1])
     return rows
 
 
-@compiled
+@embedded
 def _stale(
     source: tuple[np.ndarray, ...],
     ids: np.ndarray,
@@ -83,7 +83,7 @@ def _stale(
         out[k] = not moved <= limits.tolerance
 
 
-@compiled
+@embedded
 def _gathered(weight: np.ndarray, ids: np.ndarray, normalize: bool, out: np.ndarray, start: int, stop: int) -> None:
     for k in range(start, stop):
         if k + AHEAD < stop:
