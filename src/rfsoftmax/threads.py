@@ -109,6 +109,7 @@ def _on_team_for(kernel: Any) -> Any:
 
         def make(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             given, address, team, *extent = values
+            given = _uncounted(context, builder, arguments, given)
             job_type = ir.LiteralStructType([given.type, *[_LONG] * len(_JOB[1:])])
             job = cgutils.alloca_once(builder, job_type)
             for name, value in zip(_JOB, (given, *extent, _LONG(0), _LONG(0)), strict=True):
@@ -127,6 +128,19 @@ def _on_team_for(kernel: Any) -> Any:
         return types.boolean(arguments, *[types.int64] * 5), make
 
     return on_team
+
+
+def _uncounted(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    """The same arrays without their counts of references, which all threads would change; the caller holds them."""
+    if isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, builder, value)
+        array.meminfo = cgutils.get_null_value(array.meminfo.type)
+        return array._getvalue()
+    if isinstance(kind, types.BaseTuple):
+        for i, part in enumerate(kind.types):
+            new = _uncounted(context, builder, part, builder.extract_value(value, i))
+            value = builder.insert_value(value, new, i)
+    return value
 
 
 def _work(context: Any, module: Any, job_type: Any, kernel: Any, call: Any) -> Any:
