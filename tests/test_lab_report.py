@@ -16,7 +16,7 @@ from rfsoftmax.lab.charts import apart
 from rfsoftmax.lab.charts_svg import ticks
 from rfsoftmax.lab.claims import FAILS, HOLDS, UNTESTED, WEAKER
 from rfsoftmax.lab.experiments import plan
-from rfsoftmax.lab.numbers_text import number
+from rfsoftmax.lab.numbers_text import number, score_text
 from rfsoftmax.lab.report import claims, write_report
 from rfsoftmax.lab.results import Results
 from rfsoftmax.samplers import DEFAULT_TAU
@@ -205,6 +205,12 @@ def test_names_are_moved_apart_and_stay_in_order() -> None:
 def test_numbers_have_three_digits_or_all_before_the_point() -> None:
     assert [number(value) for value in (0.0, 0.00012345, 0.5, 12.345, 123.45, 12345.6, 2e7)] == [
         "0", "0.000123", "0.5", "12.3", "123", "12,346", "2e+07",
+    ]  # fmt: skip
+
+
+def test_scores_have_four_digits_from_1_on() -> None:
+    assert [score_text(value) for value in (0.45, 5.59, 110.98, 111.0, 999.96, 5594.2)] == [
+        "0.45", "5.590", "111.0", "111.0", "1,000", "5,594",
     ]  # fmt: skip
 
 

@@ -14,4 +14,4 @@ def score_text(value: float) -> str:
     """One digit more, from 1 on: for what is compared closely."""
     if abs(value) < 1 or not abs(value) < 1e6:
         return number(value)
-    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:#.4g}" if abs(value) < 999.95 else f"{value:,.0f}"
