@@ -18,6 +18,8 @@ from .vectors import cos_sin, dot, embedded, number, prefetch, row_array
 
 # Rows whose angles are made at once: each number of the frequencies that is read serves so many.
 TOGETHER = 4
+# Multiplications that cosine and sine of an angle take.
+ANGLE_COST = 32
 
 
 class Settings(NamedTuple):
@@ -112,7 +114,7 @@ def update(tree: Tree, positions: Tensor, rows: Tensor, bias: Tensor, fourier: F
 
 
 def _class_cost(fourier: Fourier) -> int:
-    return fourier.frequencies.numel() + 32 * len(fourier.frequencies)
+    return fourier.frequencies.numel() + ANGLE_COST * len(fourier.frequencies)
 
 
 def _query_cost(fourier: Fourier, excluded: Tensor) -> int:

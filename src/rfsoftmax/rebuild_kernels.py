@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .fourier_kernels import Fourier, Settings, _log_weight
+from .fourier_kernels import ANGLE_COST, Fourier, Settings, _log_weight
 from .threads import spread
 from .tree import Tree
 from .vectors import cos_sin, embedded
@@ -15,8 +15,6 @@ from .vectors import cos_sin, embedded
 # Angles at once: a megabyte of them, but no fewer rows than a matrix product takes to be fast.
 _ANGLES = 1 << 18
 _LEAST_ROWS = 256
-# Multiplications that cosine and sine of an angle take, and their sum.
-_ANGLE_COST = 32
 
 
 def sum_leaves(tree: Tree, fourier: Fourier, blocks: Tensor | None = None) -> None:
@@ -31,7 +29,7 @@ def sum_leaves(tree: Tree, fourier: Fourier, blocks: Tensor | None = None) -> No
         angles = rows @ fourier.frequencies.T
         source = (angles.numpy(), rows.numpy(), anchor, bias)
         arguments = (source, fourier.settings, size, some.numpy(), *leaves)
-        spread(_sum_blocks, arguments, len(some), _ANGLE_COST * num * size)
+        spread(_sum_blocks, arguments, len(some), ANGLE_COST * num * size)
 
 
 @embedded
