@@ -27,7 +27,7 @@ ABOUT = {
         "Figure 1: the width of the sampling kernel",
         "Validation perplexity by epoch of RF-softmax on Penn Treebank with m = 100 and D = 1024 for several T = "
         "1/sqrt(nu).",
-        f"{_PTB_MODEL} 3 epochs, where the paper's curves go on for more; three seeds from T = 0.4 to 0.6, one "
+        f"{_PTB_MODEL} 3 epochs, where the paper's curves go on for more; three seeds for T = 0.4 and 0.5, one "
         "elsewhere. The paper's own tree (a class a leaf), with a floor of 0.2 under negative estimates, of which the "
         "paper says nothing.",
     ),
