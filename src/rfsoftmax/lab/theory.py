@@ -122,6 +122,7 @@ def _bounds(head: SoftmaxHead, found: Diagnosis, bias: GradientBias, mean_gradie
     return {
         "chi2": float(found.chi2.median()),
         "relative_bias": bias.overall,
+        "noise": _noise(bias),
         "bias": float(squares.sqrt().median()),
         "bias_largest": float(bias.bias.abs().amax(1).median()),
         "noise_largest": float((bias.stderr.amax(1)).median()),
@@ -208,9 +209,8 @@ def corollary1(dataset: str, sizes: Sizes, places: Places) -> dict[str, Any]:
             head.num_negatives = min(100, head.num_classes - 1)
             bias = gradient_bias(head, problem.hidden, problem.target, num_draws=sizes.draws)
             naive = float((bias.bias.square().sum() / bias.gradient.square().sum()).sqrt())
-            noise = float((bias.stderr.square().sum() / bias.gradient.square().sum()).sqrt())
             rows.append({"tau": tau, "nu": nu, "num_features": num, "relative_bias": bias.overall})
-            rows[-1] |= {"relative_bias_naive": naive, "noise": noise}
+            rows[-1] |= {"relative_bias_naive": naive, "noise": _noise(bias)}
             print(f"  tau {tau:.3g} nu {nu:.3g} D {num}: relative bias {bias.overall:.3g}", flush=True)
     return {**_about("corollary1", dataset, sizes, problem), "rows": rows}
 
@@ -252,6 +252,11 @@ def _about(kind: str, dataset: str, sizes: Sizes, problem: Problem) -> dict[str,
     n, dim = problem.weight.shape
     counts = {"num_classes": n, "dim": dim, "contexts": len(problem.hidden), "draws": sizes.draws}
     return {"kind": kind, "dataset": dataset, "tau": problem.tau, "step": problem.step, **counts}
+
+
+def _noise(bias: GradientBias) -> float:
+    """The relative bias that the draws' noise alone would show, before it is taken off."""
+    return float((bias.stderr.square().sum() / bias.gradient.square().sum()).sqrt())
 
 
 def _share(of: Tensor) -> float:
