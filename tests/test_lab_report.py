@@ -14,7 +14,8 @@ from rfsoftmax.lab import cli
 from rfsoftmax.lab.book import Book
 from rfsoftmax.lab.charts import apart
 from rfsoftmax.lab.charts_svg import ticks
-from rfsoftmax.lab.claims import FAILS, HOLDS, UNTESTED, WEAKER
+from rfsoftmax.lab.claims import FAILS, HOLDS, OURS, UNTESTED, WEAKER
+from rfsoftmax.lab.claims_trained import UNTESTED_CLAIMS
 from rfsoftmax.lab.experiments import plan
 from rfsoftmax.lab.numbers_text import number, score_text
 from rfsoftmax.lab.report import claims, write_report
@@ -45,12 +46,15 @@ def test_without_results_nothing_is_tested_and_the_page_says_so(tmp_path: Path) 
     assert [path.name for path in paths] == ["report.html"]
     text = Page(paths[0].read_text()).text
     assert text.count("not run yet") > 50
-    assert f"0 hold, 0 hold weaker, 0 do not hold here, {len(claims())} are not tested" in text
+    of_paper = [claim for claim in claims() if claim.paper != OURS]
+    assert f"0 hold, 0 hold weaker, 0 do not hold here, {len(of_paper)} are not tested" in text
+    assert len(of_paper) == len(claims()) - 1
 
 
 def test_where_all_is_as_in_the_paper_all_claims_hold(tmp_path: Path) -> None:
     found = verdicts(write_all(tmp_path))
-    assert {sentence: kind for sentence, (kind, _) in found.items() if kind != HOLDS} == {}
+    others = {sentence: kind for sentence, (kind, _) in found.items() if kind != HOLDS}
+    assert others == {claim.sentence: UNTESTED for claim in UNTESTED_CLAIMS}
 
 
 @pytest.mark.parametrize(
@@ -64,12 +68,16 @@ def test_where_all_is_as_in_the_paper_all_claims_hold(tmp_path: Path) -> None:
         ("figure2", "D = 512", 185.0, "comes closer to the full softmax", WEAKER),
         ("figure3", "EXP", 124.0, "does as well as the full softmax", WEAKER),
         ("figure3", "EXP", 140.0, "does as well as the full softmax", FAILS),
-        ("figure3", "Rff, D = 1024", 130.0, "performs at par with EXP", WEAKER),
+        ("figure3", "Rff, D = 1024", 125.0, "performs at par with EXP", WEAKER),
+        ("figure3", "Rff, D = 1024", 130.0, "performs at par with EXP", FAILS),
         ("figure3", "Rff, D = 1024", 150.0, "D = 1024 beats Quadratic", FAILS),
         ("figure3", "Rff, D = 1024", 139.9, "D = 1024 beats Quadratic", WEAKER),
         ("figure3", "Uniform", 100.0, "RF-softmax beats Uniform", FAILS),
         ("figure4", "Rff, D = 8192", 1000.0, "D = 8192 beats Quadratic", FAILS),
-        ("figure4", "Rff, D = 2048", 980.0, "D = 2048 is at par", WEAKER),
+        ("figure4", "Rff, D = 2048", 930.0, "D = 2048 is at par", WEAKER),
+        ("figure4", "Rff, D = 2048", 980.0, "D = 2048 is at par", FAILS),
+        ("table3", "full", 0.512, "accurate proxy", WEAKER),
+        ("table3", "full", 0.6, "accurate proxy", FAILS),
         ("table3", "Rff, D = 1024", 0.3, "better than Uniform in precision", FAILS),
         ("table3", "Quadratic", 0.55, "or comparable", FAILS),
         ("table3", "EXP", 0.51, "comes close to EXP", WEAKER),
@@ -104,6 +112,8 @@ def change_rows(results: Results, name: str, where: dict[str, Any], change: dict
     [
         ("table1", {"num_features": 1000}, {"mse": 1.0}, "1,000 random Fourier", FAILS),
         ("table1", {"num_features": 1000, "tau": DEFAULT_TAU}, {"mse": 1.0}, "1,000 random Fourier", WEAKER),
+        ("table1", {"num_features": 1000, "tau": 1.0}, {"mse": 1.0}, "1,000 random Fourier", WEAKER),
+        ("table1", {"method": "SORF", "tau": 1.0}, {"mse": 1.0}, "an even lower error", WEAKER),
         ("table2", {"num_classes": 500_000}, {"milliseconds": 99.0}, "13.5 times as fast", FAILS),
         ("table2", {"method": "rff D=1000"}, {"milliseconds": 9.0}, "13.5 times as fast", WEAKER),
         ("table2", {"method": "rff D=1000", "num_classes": 500_000}, {"milliseconds": 9.0}, "hardly grows", WEAKER),
@@ -111,13 +121,16 @@ def change_rows(results: Results, name: str, where: dict[str, Any], change: dict
         ("theorem1-ptb", {"sampler": "EXP"}, {"below_lower_printed": 0.2}, "between LB and UB", WEAKER),
         ("theorem1-ptb", {"sampler": "EXP"}, {"outside_always": 0.2}, "the corrected bound", WEAKER),
         ("theorem1-ptb", {"sampler": "EXP"}, {"relative_bias": 9.0}, "has the least bias", WEAKER),
+        ("theorem1-ptb", {"sampler": "EXP"}, {"relative_bias": 9.0, "noise": 20.0}, "has the least bias", HOLDS),
         ("theorem1-ptb", {"num_negatives": 1000}, {"relative_bias": 9.0}, "falls as m grows", WEAKER),
         ("theorem2-ptb", {}, {"error_median": 1.0}, "as D grows, the ratio", FAILS),
-        ("theorem2-ptb", {}, {"error_largest": 7.0}, "near the softmax for every class", WEAKER),
-        ("theorem2-ptb", {"nu": DEFAULT_TAU}, {"chi2": 99.0}, "the further nu is from tau", WEAKER),
+        ("theorem2-ptb", {"nu": DEFAULT_TAU}, {"error_largest": 7.0}, "near the softmax for every class", WEAKER),
+        ("theorem2-ptb", {}, {"error_largest": 7.0}, "near the softmax for every class", FAILS),
+        ("theorem2-ptb", {"nu": DEFAULT_TAU}, {"chi2": 99.0}, "the further nu is below tau", WEAKER),
         ("theorem2-ptb", {"nu": DEFAULT_TAU}, {"chi2": 0.0}, "nu should be smaller than tau", FAILS),
         ("corollary1-ptb", {"tau": DEFAULT_TAU}, {"relative_bias": 1.0}, "goes to 0 as D grows", WEAKER),
         ("corollary1-ptb", {}, {"relative_bias": 1.0}, "goes to 0 as D grows", FAILS),
+        ("corollary1-ptb", {}, {"relative_bias": 1.0, "noise": 2.5}, "goes to 0 as D grows", HOLDS),
     ],
 )
 def test_other_measurements_give_other_verdicts(
@@ -130,13 +143,24 @@ def test_other_measurements_give_other_verdicts(
     assert found == expected
 
 
+def test_precision_that_normalising_hurts_is_told_from_one_that_it_helps(tmp_path: Path) -> None:
+    for plain, expected in ((0.45, HOLDS), (0.515, WEAKER), (0.55, FAILS)):
+        results = Results(tmp_path / str(plain))
+        write_trainings(results)
+        for run in plan("normalization"):
+            if run.label == "not normalised" and run.config.task == "xc":
+                write_training(results, run, plain)
+        (found,) = [kind for said, (kind, _) in verdicts(results).items() if "does not hurt precision" in said]
+        assert found == expected
+
+
 def test_every_claim_names_its_rule_and_gives_a_number_once_it_is_run(tmp_path: Path) -> None:
     found = verdicts(write_all(tmp_path))
     assert len({claim.sentence for claim in claims()}) == len(claims())
     for claim in claims():
         assert claim.rule
         assert claim.paper
-        assert re.search(r"\d", found[claim.sentence][1])
+        assert claim in UNTESTED_CLAIMS or re.search(r"\d", found[claim.sentence][1])
 
 
 def test_the_page_is_whole_and_needs_nothing_beside_it(tmp_path: Path) -> None:

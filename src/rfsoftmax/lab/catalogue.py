@@ -13,7 +13,7 @@ SAMPLERS = {
     "uniform": Entry("O(m)", "all classes alike"),
     "log_uniform": Entry("O(m)", "Zipf's law, for classes numbered from the most frequent on"),
     "unigram": Entry("O(m)", "the counts of the training data, to a power"),
-    "in_batch": Entry("O(m log n)", "the targets of late, with the frequencies they were seen at"),
+    "in_batch": Entry("O(m log n), at times O(n)", "the targets of late, with the frequencies they were seen at"),
     "exact": Entry("O(n d)", "the softmax itself (EXP): the yardstick, as slow as the full softmax"),
     "moment": Entry(
         "O(d sqrt(n m))", "block centroids at an anchor, exact inside a block: the closest, for n up to 10^6"

@@ -17,6 +17,8 @@ class Verdict(NamedTuple):
 
 
 NOT_RUN = Verdict(UNTESTED, "not run yet")
+# In place of the paper's number, for what is not a claim of the paper.
+OURS = "not in the paper"
 
 
 @final

@@ -7,7 +7,7 @@ from .book import Book
 from .charts import png
 from .claims import Claim
 from .claims_measured import MEASURED_CLAIMS
-from .claims_trained import TRAINED_CLAIMS
+from .claims_trained import TRAINED_CLAIMS, UNTESTED_CLAIMS
 from .pages import write_files
 from .report_page import page
 from .report_sections import sections
@@ -18,7 +18,7 @@ PAGE = "report.html"
 
 def claims() -> list[Claim]:
     """All claims, in the order of the items."""
-    return sorted((*MEASURED_CLAIMS, *TRAINED_CLAIMS), key=lambda claim: ITEMS.index(claim.item))
+    return sorted((*MEASURED_CLAIMS, *TRAINED_CLAIMS, *UNTESTED_CLAIMS), key=lambda claim: ITEMS.index(claim.item))
 
 
 def write_report(book: Book, directory: Path) -> list[Path]:

@@ -6,7 +6,7 @@ from collections import Counter
 from .book import Book
 from .charts import COLOURS
 from .charts_svg import svg
-from .claims import VERDICTS, Claim, Verdict
+from .claims import OURS, VERDICTS, Claim, Verdict
 from .report_sections import Section
 
 # The same order as COLOURS, for dark screens.
@@ -36,8 +36,8 @@ estimates Z from m classes drawn from a distribution q. The closer q is to the s
 the gradient. Rawat, Chen, Yu, Suresh and Kumar (NeurIPS 2019) draw from a tree of random Fourier features
 (<em>RF-softmax</em>, here Rff): D of them stand for the kernel exp(nu h.c) of a query h and a class c, both of unit
 length, where the softmax has exp(tau h.c). This page sets the paper's numbers beside ours and judges each of its claims
-by a rule that was written down before; how our runs are smaller is said at each.</p>
-{_summary(judged)}
+by a rule that stands beside it; how our runs are smaller is said at each.</p>
+{_WORDS}{_summary(judged)}
 {body}<h2 id="made">How this page was made</h2>
 <p>By <code>rfsoftmax reproduce all</code> and <code>rfsoftmax report</code>, from the files in results/reproduce alone,
 at the scale <em>{html.escape(book.scale)}</em>{_OTHER_SCALE if book.scale != "small" else ""}. Where something was not
@@ -51,13 +51,35 @@ run, it says so.</p>
 
 
 def _summary(judged: Judged) -> str:
-    counts = Counter(verdict.kind for _, verdict in judged)
+    counts = Counter(verdict.kind for claim, verdict in judged if claim.paper != OURS)
     said = ", ".join(f"{counts[kind]} {_PHRASES[kind]}" for kind in VERDICTS)
     rows = "".join(_claim(claim, verdict, link=True) for claim, verdict in judged)
+    own = len(judged) - counts.total()
+    ours = f" {own} more is ours and marked so." if own else ""
     heading = '<h2 id="claims">The claims at a glance</h2>'
-    return f'{heading}\n<p>Of {len(judged)} claims {said}.</p>\n<ul class="claims">\n{rows}</ul>\n'
+    return (
+        f'{heading}\n<p>Of the paper\'s {counts.total()} claims {said}.{ours}</p>\n<ul class="claims">\n{rows}</ul>\n'
+    )
 
 
+_WORDS = """<details open><summary>Words</summary><dl>
+<dt>full, EXP, Uniform, Unigram, Quadratic, MIDX, default</dt>
+<dd>Where negatives come from. Full: the softmax over all classes, nothing sampled. EXP: q is the softmax itself, which
+costs as much as full. Uniform: all classes alike. Unigram: as often as in the training data. Quadratic: q is in
+proportion to 100 (h.c)² + 1. MIDX: an inverted multi-index, which draws a cluster of classes, then a class in it.
+Default: what this library takes if nothing is said.</dd>
+<dt>tau, nu, T</dt><dd>The softmax is of tau h.c; the kernel that is sampled from is exp(nu h.c), and T = 1/sqrt(nu).
+The paper trains with 1/sqrt(tau) = 0.3, so that T = 0.3 is nu = tau.</dd>
+<dt>absolute softmax</dt><dd>The softmax of tau |h.c|, with which models by Quadratic are trained, as in the paper.</dd>
+<dt>chi2</dt><dd>How far q is from the softmax p over the negatives: the sum of p²/q, less 1. It is 0 if they are the
+same; m samples estimate Z with a relative variance of chi2/m.</dd>
+<dt>bias, LB, UB</dt><dd>The mean of the gradient by sampling less the gradient of the full softmax; relative: its
+length by that of the gradient. LB and UB are Theorem 1's bounds of each of its coordinates.</dd>
+<dt>SORF, Maclaurin, positive features</dt><dd>Other features for the same kernel: structured orthogonal frequencies,
+products of random signs, and exponentials, which are never negative.</dd>
+<dt>P@k</dt><dd>Precision at k: the share of right ones among the k classes with the largest scores.</dd>
+</dl></details>
+"""
 _OTHER_SCALE = " (the texts say how the scale small differs from the paper; the settings of this one are in its files)"
 _PHRASES = dict(zip(VERDICTS, ("hold", "hold weaker", "do not hold here", "are not tested"), strict=True))
 
@@ -110,6 +132,10 @@ h2 { font-size: 1.25rem; line-height: 1.25; margin: 2.5rem 0 0.5rem; }
 a { color: var(--link); }
 small { color: var(--faint); font-size: 0.85em; }
 code { background: var(--shade); padding: 0.1rem 0.3rem; }
+dt { font-weight: 600; margin-top: 0.4rem; }
+dd { margin: 0 0 0 1rem; }
+summary { cursor: pointer; font-weight: 600; }
+details { max-width: 46rem; }
 ul.claims { list-style: none; padding: 0; }
 ul.claims li { border-left: 3px solid var(--line); padding: 0.2rem 0 0.2rem 0.8rem; margin: 0.7rem 0; }
 .verdict { font-weight: 600; border: 1px solid; border-radius: 0.4rem; padding: 0 0.45rem; white-space: nowrap; }

@@ -71,19 +71,32 @@ def _perplexities(book: Book, item: str, dataset: str) -> str:
         if score is None:
             rows.append((label, MISSING, "", "", ""))
             continue
-        speed = sum(1000 * run["seconds"] / run["steps"] for run in runs) / len(runs)
         share = sum(run["sampler_share"] for run in runs) / len(runs)
         rows.append(
             (
                 label,
                 score_text(score.mean),
                 _range(score.low, score.high, score.num_seeds),
-                number(speed),
+                number(_step_time(runs)),
                 f"{100 * share:.0f}%",
             )
         )
     header = ("run", "validation perplexity", "seeds", "ms a step, about", "in the sampler")
     return table(header, rows, ["ours" if row[0] == "default" else "" for row in rows])
+
+
+def _step_time(runs: list[dict[str, Any]]) -> float:
+    """Milliseconds, the mean over the runs."""
+    return sum(1000 * run["seconds"] / run["steps"] for run in runs) / len(runs)
+
+
+def _by_plain_softmax(book: Book, item: str, dataset: str) -> tuple[str, ...]:
+    """What Quadratic's perplexity would be by the loss of the others."""
+    loss = book.score(item, dataset, "Quadratic", "softmax_loss")
+    if loss is None:
+        return ()
+    plain = number(math.exp(loss.mean))
+    return (f"Quadratic's perplexity is by its absolute softmax; by the plain softmax of its scores it is {plain}.",)
 
 
 def _range(low: float, high: float, num: int) -> str:
@@ -92,15 +105,17 @@ def _range(low: float, high: float, num: int) -> str:
 
 def _by_epoch(book: Book, item: str, title: str) -> Section:
     charts = [chart(item, title, "epoch", book.curves(item, PTB, "perplexity"))]
-    text = ABOUT[item]
-    return Section(item, *text, tables=(_perplexities(book, item, PTB),), charts=tuple(c for c in charts if c.lines))
+    notes = _by_plain_softmax(book, item, PTB)
+    tables = (_perplexities(book, item, PTB),)
+    return Section(item, *ABOUT[item], tables=tables, charts=tuple(c for c in charts if c.lines), notes=notes)
 
 
 def _figure4(book: Book) -> Section:
     curves = book.curves("figure4", ENWIKI, "perplexity", "step")
     by_step = chart("figure4", "Perplexity by step", "training steps", curves)
     tables = (_perplexities(book, "figure4", ENWIKI),)
-    return Section("figure4", *ABOUT["figure4"], tables=tables, charts=(by_step,) if by_step.lines else ())
+    notes = _by_plain_softmax(book, "figure4", ENWIKI)
+    return Section("figure4", *ABOUT["figure4"], tables=tables, charts=(by_step,) if by_step.lines else (), notes=notes)
 
 
 def _table1(book: Book) -> Section:
@@ -152,7 +167,23 @@ def _table2(book: Book) -> Section:
             cells = (_paper(paper), faster, number(ours), f"{number(found[n, 'exp'] / ours)}x")
             rows.append((f"{n:,}", label, *cells))
     header = ("n", "method", "paper, ms", "times EXP's speed", "ours, ms", "times EXP's speed")
-    return Section("table2", *ABOUT["table2"], tables=(table(header, rows),))
+    return Section("table2", *ABOUT["table2"], tables=(table(header, rows),), notes=_in_training(book))
+
+
+def _in_training(book: Book) -> tuple[str, ...]:
+    """What the paper's own tree, updated all along, takes in a training step."""
+    texts = []
+    for item, name in (("figure3", "n = 10,000"), ("figure4", "n = 64,000")):
+        found = {label: _step_time(runs) for (_, label), runs in book.runs(item).items() if runs}
+        trees = ", ".join(f"{label} {number(time)} ms" for label, time in found.items() if label.startswith("Rff"))
+        if trees and "EXP" in found:
+            texts.append(f"{name}: {trees}, EXP {number(found['EXP'])} ms")
+    if not texts:
+        return ()
+    return (
+        "The paper's own tree, a class a leaf and updated at each step, was not timed here but trained with. A whole "
+        f"training step with m = 100, roughly, {'; '.join(texts)}.",
+    )
 
 
 def _table3(book: Book) -> Section:
@@ -165,7 +196,11 @@ def _table3(book: Book) -> Section:
     tables.append(table(("paper: data set", "method", "P@1", "P@3", "P@5"), paper))
     curves = book.curves("table3", book.sets[0], "precision@1")
     drawn = chart("table3", f"Precision@1 on {book.sets[0]}", "epoch", curves, log_y=False)
-    return Section("table3", *ABOUT["table3"], tables=tuple(tables), charts=(drawn,) if drawn.lines else ())
+    own = book.score("table3", book.sets[0], "Quadratic", "loss")
+    note = "Quadratic was trained with the absolute softmax, by which its loss is "
+    notes = () if own is None else (f"{note}{own.mean:.3f}.",)
+    charts = (drawn,) if drawn.lines else ()
+    return Section("table3", *ABOUT["table3"], tables=tuple(tables), charts=charts, notes=notes)
 
 
 def _precisions(book: Book, dataset: str, label: str) -> tuple[str, ...]:

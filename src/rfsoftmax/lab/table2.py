@@ -68,7 +68,7 @@ def samplers(num_classes: int, features: Sequence[int], others: bool) -> dict[st
         made[f"rff D={num}"] = make_sampler("rff", num_features=num, **kernel)
     if others:
         made["default"] = make_sampler(**DEFAULT_SAMPLER, **sizes)
-        for name in ("orf", "sorf", "positive"):
+        for name in ("orf", "sorf", "maclaurin", "positive"):
             made[f"{name} D=128"] = make_sampler(name, num_features=128, **kernel)
         made["unigram"] = make_sampler("unigram", counts=1 / torch.arange(1.0, num_classes + 1), **sizes)
         for name in ("uniform", "log_uniform", "in_batch", "moment", "midx", "lsh"):
