@@ -19,7 +19,10 @@ def main() -> None:
     rows = []
     for num_classes in options.num_classes:
         print(f"n = {num_classes:,}", flush=True)
-        some = table2.measure(num_classes, options.num_features, options.repeats, others=True)
+        some = [
+            {**row, "dim": table2.DIM, "batch": table2.BATCH, "negatives": table2.NEGATIVES, "block_size": table2.BLOCK}
+            for row in table2.measure(num_classes, options.num_features, options.repeats, others=True)
+        ]
         for row in some:
             cells = (row["milliseconds"], row["times_faster_than_exp"], row["tree_megabytes"])
             print(f"  {row['method']:24s} {cells[0]:10.3f} ms {cells[1]:8.1f} x EXP {cells[2]:9.1f} MB of sums")

@@ -23,7 +23,7 @@ def run(method: str, options: argparse.Namespace) -> dict[str, int]:
     torch.optim.SparseAdam([torch.zeros(1, requires_grad=True)])  # torch's first optimizer imports much of torch
     imported = resident_bytes()
     n, dim = options.num_classes[0], options.dim
-    batches = Batches(n, dim, options.batch)
+    batches = Batches(n, dim, options.batch, options.steps)
     mode = method.removeprefix("ours, ")
     if mode in MODES:
         head = our_head(n, dim, options.negatives, mode).to(getattr(torch, options.dtype))

@@ -28,7 +28,7 @@ import rfsoftmax as rf
 
 NUM_BATCHES = 8
 # With so many negatives sampled and exact loss of a batch may differ by so much: by chance, and as log Z' is biased.
-CHECKED, CLOSE = 2000, 0.3
+CHECKED, CLOSE = 2000, 0.1
 
 Step = Callable[[], None]
 

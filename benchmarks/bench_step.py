@@ -1,9 +1,13 @@
 """A whole training step of the output layer: draw, loss, backward, optimizer, update of the sampler; n = 10^4 ... 10^7.
 
 Ours, with per-example and with shared negatives and SparseAdam, beside what one would otherwise run: the full softmax
-(plain; streamed; by torch's own linear_cross_entropy; torch's adaptive softmax) and shared uniform or log-uniform
-negatives with a dense gradient, all with Adam. Every step has new queries and targets, whose frequencies follow Zipf's
-law. All works of a group take turns in one process; the baselines only up to `--largest-baseline`.
+(plain; streamed; by torch's own linear_cross_entropy in chunks; torch's adaptive softmax) and shared uniform or
+log-uniform negatives with a dense gradient, all with torch's fused Adam, and uniform ones with a sparse gradient and
+torch's SparseAdam. Queries are random, and frequencies of targets follow Zipf's law, in many batches that come in turn.
+All works of a group take turns in one process; the baselines only up to `--largest-baseline`.
+
+Ours is timed after some hundred steps of training: until Adam's averages have grown rows move so little that the
+sampler needs hardly any update.
 
 With `--profile`, in place of all that: the milliseconds of ours in each part of a step, and the share of the step that
 the loss itself needs (gathers, logits, backward, optimizer), as against sampler and checks.
@@ -11,7 +15,7 @@ the loss itself needs (gathers, logits, backward, optimizer), as against sampler
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +31,11 @@ from rfsoftmax import threads
 TAU = rf.DEFAULT_TAU
 MODES: tuple[Any, ...] = ("per_example", "shared")
 # With so many negatives sampled and exact loss of a batch may differ by so much: by chance, and as log Z' is biased.
-CHECKED, CLOSE = 2000, 0.3
-NUM_BATCHES = 8
+CHECKED, CLOSE = 2000, 0.1
+NUM_BATCHES = 256
+LR = 1e-3
+# Where the clusters of the adaptive softmax begin.
+CUTOFFS = (1_000, 10_000, 100_000, 1_000_000)
 # Seconds of a turn: a method at n = 10^4 comes after one that fills all caches with a million rows.
 BURST = 0.2
 
@@ -41,18 +48,18 @@ class Step:
         self.optimizer = optimizer
 
     def __call__(self, hidden: Tensor, target: Tensor) -> None:
-        self.optimizer.zero_grad()
         self.loss(hidden.detach().requires_grad_(), target).backward()
         self.optimizer.step()
+        self.optimizer.zero_grad()  # here, so that gradients of works that wait take no memory
 
 
 class Batches:
-    """Queries (B, d) and targets (B,), a few of them over and over."""
+    """Queries (B, d) and targets (B,), so many of them over and over."""
 
-    def __init__(self, num_classes: int, dim: int, batch: int) -> None:
+    def __init__(self, num_classes: int, dim: int, batch: int, num: int = NUM_BATCHES) -> None:
         g = torch.Generator().manual_seed(2)  # another stream than the embeddings: no query is one of them
-        targets = (num_classes ** torch.rand(NUM_BATCHES, batch, generator=g, dtype=torch.float64)).long() - 1
-        self.all = itertools.cycle(zip(torch.randn(NUM_BATCHES, batch, dim, generator=g), targets, strict=True))
+        targets = (num_classes ** torch.rand(num, batch, generator=g, dtype=torch.float64)).long() - 1
+        self.all = itertools.cycle(zip(torch.randn(num, batch, dim, generator=g), targets, strict=True))
 
     def run(self, step: Step) -> Any:
         return step(*next(self.all))
@@ -70,13 +77,24 @@ def our_head(num_classes: int, dim: int, m: int, mode: Any) -> rf.SoftmaxHead:
 
 
 def step_of(head: rf.SoftmaxHead) -> Step:
-    return Step(head, rf.SparseAdam(list(head.parameters()), lr=1e-3))
+    return Step(head, rf.SparseAdam(list(head.parameters()), lr=LR))
 
 
 def ours(num_classes: int, dim: int, m: int, mode: Any) -> Step:
     head = our_head(num_classes, dim, m, mode)
-    check(head, Batches(num_classes, dim, 64))
+    check(head, Batches(num_classes, dim, 64, 1))
     return step_of(head)
+
+
+def trained(step: Step, batches: Batches, steps: int) -> Step:
+    """The step, after so many of it."""
+    for _ in range(steps):
+        batches.run(step)
+    return step
+
+
+def fused_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Adam:
+    return torch.optim.Adam(parameters, lr=LR, fused=True)
 
 
 def check(head: rf.SoftmaxHead, batches: Batches) -> None:
@@ -99,7 +117,7 @@ def full(num_classes: int, dim: int, m: int) -> Step:
     def loss(hidden: Tensor, target: Tensor) -> Tensor:
         return rf.full_softmax_loss(F.normalize(hidden, dim=1), weight, target, tau=TAU, normalize=True)
 
-    return Step(loss, torch.optim.Adam([weight], lr=1e-3))
+    return Step(loss, fused_adam([weight]))
 
 
 def plain_full(num_classes: int, dim: int, m: int) -> Step:
@@ -109,38 +127,40 @@ def plain_full(num_classes: int, dim: int, m: int) -> Step:
     def loss(hidden: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(TAU * F.normalize(hidden, dim=1) @ F.normalize(weight, dim=1).T, target)
 
-    return Step(loss, torch.optim.Adam([weight], lr=1e-3))
+    return Step(loss, fused_adam([weight]))
 
 
 def torch_full(num_classes: int, dim: int, m: int) -> Step:
-    weight = class_weight(num_classes, dim)
+    """Torch's own, in chunks of the batch; without options it would be the plain one."""
+    weight, options = class_weight(num_classes, dim), nn.LinearCrossEntropyOptions()
 
     def loss(hidden: Tensor, target: Tensor) -> Tensor:
         of_torch: Callable[..., Tensor] = F.linear_cross_entropy
-        return of_torch(TAU * F.normalize(hidden, dim=1), F.normalize(weight, dim=1), target)
+        return of_torch(TAU * F.normalize(hidden, dim=1), F.normalize(weight, dim=1), target, options=options)
 
-    return Step(loss, torch.optim.Adam([weight], lr=1e-3))
+    return Step(loss, fused_adam([weight]))
 
 
 def adaptive(num_classes: int, dim: int, m: int) -> Step:
-    cutoffs = [num_classes // 10, num_classes // 2]
+    cutoffs = [cutoff for cutoff in CUTOFFS if cutoff < num_classes] or [num_classes // 10]
     layer = nn.AdaptiveLogSoftmaxWithLoss(dim, num_classes, cutoffs, div_value=2.0)
-    return Step(lambda hidden, target: layer(hidden, target).loss, torch.optim.Adam(layer.parameters(), lr=1e-3))
+    return Step(lambda hidden, target: layer(hidden, target).loss, fused_adam(layer.parameters()))
 
 
-def recipe(num_classes: int, dim: int, m: int, sampler: str) -> Step:
+def recipe(num_classes: int, dim: int, m: int, sampler: str, *, sparse: bool = False) -> Step:
     """What people write today: one set of negatives for the batch, corrected by log q, and a dense gradient."""
     weight, chosen = class_weight(num_classes, dim), rf.make_sampler(sampler, num_classes=num_classes, dim=dim)
 
     def loss(hidden: Tensor, target: Tensor) -> Tensor:
         samples = chosen.sample(hidden, m, shared=True)
         queries = TAU * F.normalize(hidden, dim=1)
-        of_target = (queries * F.normalize(weight[target], dim=1)).sum(1)
-        of_negatives = queries @ F.normalize(weight[samples.ids[0]], dim=1).T
+        rows = F.normalize(F.embedding(torch.cat([target, samples.ids[0]]), weight, sparse=sparse), dim=1)
+        of_target = (queries * rows[: len(target)]).sum(1)
+        of_negatives = queries @ rows[len(target) :].T
         of_negatives = of_negatives.masked_fill(target[:, None] == samples.ids, -torch.inf)
         return rf.sampled_softmax_loss(of_target, of_negatives, samples.log_q)
 
-    return Step(loss, torch.optim.Adam([weight], lr=1e-3))
+    return Step(loss, torch.optim.SparseAdam([weight], lr=LR) if sparse else fused_adam([weight]))
 
 
 def baselines() -> dict[str, Callable[[int, int, int], Step]]:
@@ -151,8 +171,9 @@ def baselines() -> dict[str, Callable[[int, int, int], Step]]:
         "adaptive softmax": adaptive,
         "recipe, uniform": lambda n, d, m: recipe(n, d, m, "uniform"),
         "recipe, log-uniform": lambda n, d, m: recipe(n, d, m, "log_uniform"),
+        "recipe, uniform, sparse gradient": lambda n, d, m: recipe(n, d, m, "uniform", sparse=True),
     }
-    if not hasattr(F, "linear_cross_entropy"):
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
         del found["full softmax, linear_cross_entropy"]
     return found
 
@@ -163,9 +184,16 @@ def measure(dim: int, mode: Any, options: argparse.Namespace) -> list[dict[str, 
         batches = Batches(n, dim, options.batch)
         made = {f"ours, {mode}": lambda n, d, m: ours(n, d, m, mode)}
         made |= baselines() if n <= options.largest_baseline else {}
+        exact = []
         for name, make in made.items():
             print(f"  building {name}, n = {n:,}", flush=True)
             step = make(n, dim, options.negatives)
+            if name.startswith("ours"):
+                trained(step, batches, options.warm_up)
+            elif name.startswith("full"):
+                with torch.no_grad():
+                    exact.append(step.loss(*next(Batches(n, dim, options.batch, 1).all)))
+                torch.testing.assert_close(exact[-1], exact[0], rtol=1e-4, atol=1e-4, msg=f"{name} differs from plain")
             works[name, n] = lambda step=step, batches=batches: batches.run(step)  # type: ignore[misc]
     seconds = interleaved({f"{name}|{n}": work for (name, n), work in works.items()}, options.repeats, BURST)
     rows = []
@@ -181,6 +209,8 @@ def measure(dim: int, mode: Any, options: argparse.Namespace) -> list[dict[str, 
                 "milliseconds": round(1e3 * seconds[f"{name}|{n}"], 3),
                 "times_ours": round(seconds[f"{name}|{n}"] / mine, 2),
                 "beside": mode,
+                "lr": LR,
+                "warm_up": options.warm_up,
                 "repeats": options.repeats,
             }
         )
@@ -192,11 +222,11 @@ def profile(dim: int, mode: Any, options: argparse.Namespace) -> list[dict[str, 
     rows = []
     for n in options.num_classes:
         head = our_head(n, dim, options.negatives, mode)
-        step, batches = step_of(head), Batches(n, dim, options.batch)
-        for _ in range(options.profile_steps):
-            batches.run(step)
+        batches = Batches(n, dim, options.batch)
+        step = trained(step_of(head), batches, options.warm_up)
         found = parts_of_steps(head, step, lambda: batches.run(step), options.profile_steps)  # noqa: B023
-        settings = {"dim": dim, "batch": options.batch, "negatives": options.negatives, "steps": options.profile_steps}
+        settings = {"dim": dim, "batch": options.batch, "negatives": options.negatives, "lr": LR}
+        settings |= {"warm_up": options.warm_up, "steps": options.profile_steps}
         rows.append({"method": f"ours, {mode}", "num_classes": n, **settings, **found})
         parts = ", ".join(f"{name.removesuffix('_ms')} {value:.2f}" for name, value in found.items() if "_ms" in name)
         print(f"  n = {n:>10,}: {found['share_of_loss']:.0%} for the loss; ms: {parts}", flush=True)
@@ -232,9 +262,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--negatives", type=int, default=128, help="m")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=300,
+        help="steps of ours before it is timed; from the 136th on (d = 64) a row moves enough when first touched",
+    )
     parser.add_argument("--repeats", type=int, default=9, help="interleaved repetitions; the median counts")
     parser.add_argument("--profile", action="store_true", help="tell where the time of a step of ours goes instead")
-    parser.add_argument("--profile-steps", type=int, default=30, help="as many again warm up; medians count")
+    parser.add_argument("--profile-steps", type=int, default=30, help="timed ones; medians count")
     parser.add_argument(
         "--own-threads", action="store_true", help="a pool beside torch's threads, to see what it costs"
     )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import rfsoftmax as rf
@@ -87,12 +88,23 @@ def test_bench_quality_measures_the_cost_of_draw_and_update_at_a_tiny_size(tmp_p
 
 def test_bench_step_checks_its_losses_and_times_all_methods_at_a_tiny_size(tmp_path: Path) -> None:
     sizes = ["--num-classes", "300", "600", "--dim", "8", "--batch", "16", "--negatives", "10", "--repeats", "1"]
+    sizes += ["--warm-up", "2"]
     output = tmp_path / "bench_step.csv"
     run(sys.executable, "benchmarks/bench_step.py", *sizes, "--largest-baseline", "300", "--output", str(output))
     with output.open() as file:
         rows = list(csv.DictReader(file))
     of_largest = [row["method"] for row in rows if row["num_classes"] == "600"]
     assert of_largest == ["ours, per_example", "ours, shared"]
+    others = {row["method"] for row in rows if row["num_classes"] == "300" and row["beside"] == "shared"}
+    assert others == {
+        "ours, shared", "full softmax, plain", "full softmax, streamed", "full softmax, linear_cross_entropy",
+        "adaptive softmax", "recipe, uniform", "recipe, log-uniform", "recipe, uniform, sparse gradient",
+    }  # fmt: skip
+    ours = {(row["num_classes"], row["beside"]): row for row in rows if row["method"].startswith("ours")}
+    for row in rows:
+        mine = ours[row["num_classes"], row["beside"]]
+        ratio = float(row["milliseconds"]) / float(mine["milliseconds"])
+        assert float(row["times_ours"]) == pytest.approx(ratio, rel=0.05, abs=0.01)
     assert all(float(row["milliseconds"]) > 0 for row in rows)
     assert output.with_suffix(".png").stat().st_size > 1000
 
