@@ -248,6 +248,15 @@ def test_a_loaded_state_and_a_copy_reproduce_the_features(cls: MapClass) -> None
     assert torch.equal(copy.deepcopy(phi)(x), phi(x))
 
 
+@random_maps
+def test_a_loaded_state_brings_its_nu(cls: MapClass) -> None:
+    x = vectors(3, 5, True, seed=1)
+    phi, loaded = cls(5, 24, 0.5, generator=seeded(0)), cls(5, 24, 3.0, generator=seeded(1))
+    loaded.load_state_dict(phi.state_dict())
+    assert torch.equal(loaded(x), phi(x))
+    assert torch.equal(loaded.kernel(x, x[0]), phi.kernel(x, x[0]))
+
+
 @all_maps
 def test_maps_have_buffers_and_no_parameters(cls: MapClass) -> None:
     assert list(make(cls).parameters()) == []

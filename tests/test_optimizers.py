@@ -117,6 +117,33 @@ def test_the_closure_is_called_with_gradients_on_and_its_loss_returned() -> None
     assert not torch.equal(table.weight, before)
 
 
+def test_gradients_of_the_closure_decide_what_is_left_to_torch() -> None:
+    pair = [nn.Parameter(p.detach().to(torch.bfloat16)) for p in parameters((30, 4))]
+    for p, kind in zip(pair, KINDS, strict=True):
+
+        def closure(p: nn.Parameter = p) -> float:
+            p.grad = gradient((30, 4), 0, torch.bfloat16)
+            return 7.0
+
+        assert kind([p], lr=0.1).step(closure) == 7.0
+    assert torch.equal(*pair)
+    dense = parameters((9, 2))[0]
+    with pytest.raises(RuntimeError, match="dense gradients"):
+        rf.SparseAdam([dense]).step(lambda: dense.sum().backward())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hooks_run_once_a_step(dtype: torch.dtype) -> None:
+    p = parameters((30, 4), dtype)[0]
+    torch.optim.SparseAdam([p])  # the first one has torch wrap the step that ours may be left to
+    optimizer, calls = rf.SparseAdam([p]), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    p.grad = gradient((30, 4), 0, dtype)
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
 def test_a_schedule_and_a_tensor_learning_rate_are_followed() -> None:
     pair = parameters((30, 4))
     for p, kind in zip(pair, KINDS, strict=True):

@@ -64,6 +64,35 @@ def test_a_checkpoint_of_another_model_is_refused(results: Path) -> None:
         rf.load_checkpoint(results / "of-4", other)
 
 
+@pytest.mark.parametrize("sampler", [None, "rff", "moment", "midx", "uniform"])
+def test_a_head_goes_on_from_a_checkpoint_as_from_its_state_dict(sampler: str | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved, restored, expected = (rf.SoftmaxHead(16, 300, sampler) for _ in range(3))
+    hidden, target = torch.randn(8, 16), torch.randint(300, (8,))
+    saved(hidden, target)
+    rf.save_checkpoint(tmp_path, saved)
+    rf.load_checkpoint(tmp_path, restored)
+    expected.load_state_dict(saved.state_dict())
+    losses = [head(hidden, target, generator=torch.Generator().manual_seed(1)) for head in (restored, expected)]
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("kind", [rf.SoftmaxHead, rf.ShardedSoftmaxHead])
+def test_a_checkpoint_of_another_number_of_classes_is_refused(kind: Any, tmp_path: Path) -> None:
+    rf.save_checkpoint(tmp_path, rf.SoftmaxHead(16, 300))
+    with pytest.raises(ValueError, match=r"expected model.weight of shape \(200, 16\), got \(300, 16\)"):
+        rf.load_checkpoint(tmp_path, kind(16, 200))
+
+
+def test_a_checkpoint_that_cannot_be_read_is_an_ordinary_error(tmp_path: Path) -> None:
+    head = rf.SoftmaxHead(16, 300)
+    rf.save_checkpoint(tmp_path, head)
+    for file in tmp_path.glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(RuntimeError, match=r"rank 0: .*No such file"):
+        rf.load_checkpoint(tmp_path, head)
+
+
 def test_one_process_alone_is_softmax_head_to_the_last_bit() -> None:
     heads: list[Any] = []
     for kind in (rf.SoftmaxHead, rf.ShardedSoftmaxHead):

@@ -72,16 +72,26 @@ class FeatureMap(nn.Module, ABC):
         return x.to(self._unit.dtype)
 
 
-class GaussianMap(FeatureMap):
-    """The Gaussian kernel exp(-nu |x - y|^2 / 2), with two columns, a cosine and a sine, per frequency.
-
-    A state_dict holds nu too: frequencies are of one nu alone.
-    """
+class _NuMap(FeatureMap):
+    """A map whose buffers are of one nu alone: a state_dict holds nu too."""
 
     def __init__(self, dim: int, num_features: int, nu: float) -> None:
         super().__init__(dim, num_features)
-        self.width = 2 * num_features
         self.nu = _positive_float("nu", nu)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.nu, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.nu = float(state)
+
+
+class GaussianMap(_NuMap):
+    """The Gaussian kernel exp(-nu |x - y|^2 / 2), with two columns, a cosine and a sine, per frequency."""
+
+    def __init__(self, dim: int, num_features: int, nu: float) -> None:
+        super().__init__(dim, num_features, nu)
+        self.width = 2 * num_features
 
     def retune(self, nu: float) -> None:
         """Move to another nu with the same random numbers."""
@@ -92,12 +102,6 @@ class GaussianMap(FeatureMap):
     def _lengths(self) -> Tensor:
         """The buffer that has sqrt(nu) as a factor."""
 
-    def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.nu, dtype=torch.float64)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.nu = float(state)
-
     def _kernel(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.exp(self._log_scale(x) + self._log_scale(y) + self.nu * _dot(x, y))
 
@@ -105,13 +109,12 @@ class GaussianMap(FeatureMap):
         return -0.5 * self.nu * torch.linalg.vecdot(x, x)
 
 
-class _ExponentialMap(FeatureMap):
+class _ExponentialMap(_NuMap):
     """The exponential kernel exp(nu x.y), with one column per feature."""
 
     def __init__(self, dim: int, num_features: int, nu: float) -> None:
-        super().__init__(dim, num_features)
+        super().__init__(dim, num_features, nu)
         self.width = num_features
-        self.nu = _positive_float("nu", nu)
 
     def _kernel(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.exp(self.nu * _dot(x, y))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from inspect import unwrap
 from typing import Any, final
 
 import numpy as np
@@ -30,12 +31,14 @@ class SparseAdam(torch.optim.SparseAdam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if not all(_suits(p) for group in self.param_groups for p in group["params"] if p.grad is not None):
-            return super().step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not all(_suits(p) for group in self.param_groups for p in group["params"] if p.grad is not None):
+            # What torch wraps around a step runs the hooks, and is around this one already.
+            unwrap(torch.optim.SparseAdam.step)(self)
+            return loss
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

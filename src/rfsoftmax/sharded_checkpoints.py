@@ -51,7 +51,7 @@ def save_checkpoint(
             for key, value in optimizer.state.get(parameter, {}).items():
                 if value is not None:
                     state[f"optimizers.{number}.{place.name}.{key}"] = place.give(value, parameter)
-    with _single_process_allowed():
+    with _ordinary_errors(directory), _single_process_allowed():
         save(state, checkpoint_id=directory, process_group=process_group)
 
 
@@ -69,18 +69,21 @@ def load_checkpoint(
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    found = FileSystemReader(directory).read_metadata().state_dict_metadata
+    found: dict[str, Any] = FileSystemReader(directory).read_metadata().state_dict_metadata
     state: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
     parameters = {f"model.{place.name}" for _, place in _places(model)}
     if missing := sorted(parameters - found.keys()):
         raise ValueError(f"{directory}: expected a checkpoint with {', '.join(missing)}, got one without")
-    state = {name: value for name, value in state.items() if name in found}
+    for name in sorted(parameters):
+        if (size := tuple(found[name].size)) != (shape := tuple(state[name].shape)):
+            raise ValueError(f"{directory}: expected {name} of shape {shape}, got {size}")
+    state = {name: _own_room(found[name], value) for name, value in state.items() if name in found}
     optimizers = list(optimizers)
     for number, optimizer in enumerate(optimizers):
         for parameter, place in _places(model, optimizer):
             for key, kept in _kept(found, f"optimizers.{number}.{place.name}."):
                 state[key] = place.give(_room(kept, parameter, place), parameter)
-    with _single_process_allowed():
+    with _ordinary_errors(directory), _single_process_allowed():
         load(state, checkpoint_id=directory, process_group=process_group)
     own = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
     model.load_state_dict({**model.state_dict(), **own})
@@ -117,6 +120,25 @@ def _room(kept: Any, parameter: Tensor, place: _Place) -> Any:
     size, dtype = tuple(kept.size), kept.properties.dtype
     of_classes = place.head is not None and size == (place.head.num_classes, *parameter.shape[1:])
     return torch.empty(parameter.shape if of_classes else size, dtype=dtype, device=parameter.device if size else None)
+
+
+def _own_room(kept: Any, value: Any) -> Any:
+    """What the model has, to read into; of the saved size where that is another, as of samplers not built yet."""
+    if not isinstance(value, Tensor) or not hasattr(kept, "size") or value.shape == kept.size:
+        return value
+    return torch.empty(kept.size, dtype=kept.properties.dtype, device=value.device)
+
+
+@contextmanager
+def _ordinary_errors(directory: str | Path) -> Iterator[None]:
+    """torch's CheckpointException is no Exception, so `except Exception` would not see what it holds of the ranks."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        said = "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+        raise RuntimeError(f"{directory}: {said}") from error
 
 
 @contextmanager
