@@ -62,7 +62,7 @@ def _summary(judged: Judged) -> str:
     )
 
 
-_WORDS = """<details open><summary>Words</summary><dl>
+_WORDS = """<details open><summary>Words used here</summary><dl>
 <dt>full, EXP, Uniform, Unigram, Quadratic, MIDX, default</dt>
 <dd>Where negatives come from. Full: the softmax over all classes, nothing sampled. EXP: q is the softmax itself, which
 costs as much as full. Uniform: all classes alike. Unigram: as often as in the training data. Quadratic: q is in
