@@ -80,6 +80,24 @@ def test_the_code_it_gives_makes_that_head() -> None:
         assert (made.dim, made.num_classes, made.num_negatives, made.labels) == (DIM, N, 7, "pick_one")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": True, "tau": 5.0}, {"loss": "absolute", "tau": 5.0}, {"normalize": False, "tau": 1.0}],
+)
+def test_the_code_it_gives_has_the_logits_of_the_head(options: dict[str, object]) -> None:
+    head, hidden, target = trained(**options)
+    hidden = 3 * hidden
+    if head.bias is not None:
+        head.bias.data.normal_()
+    advice = rf.advise_head(head, hidden, target)
+    given = {"rf": rf, "F": F, "hidden": hidden, "weight": head.weight, "bias": head.bias, "target": target}
+    torch.testing.assert_close(eval(advice.options[0].code, given), head.eval()(hidden, target))
+    for each in advice.options[1:]:
+        made = eval(each.code, {"rf": rf})  # a sampler for other logits would bring a warning
+        assert (made.tau, made.loss, made.normalize) == (head.tau, head.loss, head.normalize)
+        assert isinstance(made.sampler, (rf.UniformSampler, rf.MomentSampler)) or made.sampler.tau == head.tau
+
+
 def test_chi2_of_the_probe_is_that_of_the_diagnostics() -> None:
     head, hidden, target = trained(sampler="uniform")
     advice = rf.advise_head(head, hidden, target)

@@ -126,6 +126,14 @@ def test_an_update_of_biases_equals_a_rebuild(name: str) -> None:
     assert_near(all_log_probs(sampler, hidden, target), all_log_probs(again, hidden, target), (1e-5, 1e-5))
 
 
+@all_makers
+def test_an_update_without_biases_keeps_them(name: str) -> None:
+    sampler, hidden, weight, _, target = settled(name)
+    before, ids = all_log_probs(sampler, hidden, target), torch.tensor([0, 5, 64, 129])
+    sampler.update(ids, weight[ids])
+    assert_near(all_log_probs(sampler, hidden, target), before, (1e-5, 1e-5))
+
+
 @pytest.mark.parametrize("name", ["exact", "anchored", "moment", "plain, exact leaves"])
 def test_one_block_of_all_classes_is_the_softmax_with_its_biases(name: str) -> None:
     hidden, weight, bias, target = inputs()
@@ -139,6 +147,15 @@ def test_one_block_of_all_classes_is_the_softmax_with_its_biases(name: str) -> N
     sampler.rebuild(weight, bias)
     logits = (TAU * hidden @ weight.T + bias).scatter(1, target.unsqueeze(1), -torch.inf)
     assert_near(all_log_probs(sampler, hidden, target).double(), logits.log_softmax(1), DOUBLE)
+
+
+@pytest.mark.parametrize("sampler", [rf.MomentSampler(DIM, N, tau=TAU), kernel(N, False).float()])
+def test_biases_of_a_sampler_that_became_double_reach_its_leaves(sampler: rf.Sampler) -> None:
+    hidden, weight, bias, target = inputs()
+    sampler.rebuild(weight.float())
+    sampler.double().update(torch.arange(N), weight, bias)
+    logits = (TAU * hidden @ weight.T + bias).scatter(1, target.unsqueeze(1), -torch.inf)
+    assert_near(all_log_probs(sampler, hidden, target).double(), logits.log_softmax(1), (1e-5, 1e-5))
 
 
 @pytest.mark.parametrize("name", ["anchored", "moment"])
@@ -174,6 +191,18 @@ def test_a_head_learns_its_biases_and_the_sampler_follows() -> None:
     sampler = head.sampler
     assert isinstance(sampler, rf.KernelSampler)
     torch.testing.assert_close(sampler.bias[sampler.position[:-1]], head.bias.detach())
+
+
+@pytest.mark.parametrize("name", ["orf", "exact"])
+def test_a_bias_that_is_no_number_is_refused_before_the_sampler_takes_it(name: str) -> None:
+    head = rf.SoftmaxHead(DIM, N, name, num_negatives=20, bias=True)
+    hidden, _, _, target = inputs()
+    head(hidden.float(), target)
+    assert head.bias is not None
+    with torch.no_grad():
+        head.bias[target[0]] = torch.nan
+    with pytest.raises(ValueError, match=f"bias: expected finite values, got NaN or inf for class {int(target[0])}"):
+        head(hidden.float(), target)
 
 
 def test_a_frozen_weight_with_a_trained_bias_is_followed_too() -> None:

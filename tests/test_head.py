@@ -18,6 +18,7 @@ from torch import Generator, Tensor, nn
 
 import rfsoftmax as rf
 from rfsoftmax import losses
+from rfsoftmax.head import _MAX_VISITS
 
 SIGMAS = 5.0
 DIM = 6
@@ -256,7 +257,12 @@ def test_loss_and_gradients_are_those_of_a_naive_loop_over_the_same_draws(
     negatives: Any, loss: Any, normalize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = make_head(
-        num_classes=9, sampler=small_rff(), negatives=negatives, loss=loss, normalize=normalize, reduction="none"
+        num_classes=9,
+        sampler=small_rff(absolute=loss == "absolute"),
+        negatives=negatives,
+        loss=loss,
+        normalize=normalize,
+        reduction="none",
     ).double()
     draws = record_draws(head, monkeypatch)
     hidden, target = hidden_of(8, dtype=torch.float64).requires_grad_(), target_of(8, num_classes=9)
@@ -323,7 +329,8 @@ def test_a_sparse_gradient_holds_the_touched_rows_and_no_others(negatives: Any, 
 def test_the_dense_gradient_is_the_sparse_one(negatives: Any, loss: Any) -> None:
     grads = []
     for sparse in (True, False):
-        head = make_head(negatives=negatives, loss=loss, sparse=sparse, sampler=small_rff())
+        sampler = small_rff(absolute=loss == "absolute")
+        head = make_head(negatives=negatives, loss=loss, sparse=sparse, sampler=sampler)
         head(hidden_of(8), target_of(8), generator=seeded()).backward()
         assert head.weight.grad is not None
         assert head.weight.grad.is_sparse == sparse
@@ -445,6 +452,21 @@ def test_forwards_that_are_never_stepped_do_not_pile_up() -> None:
     for _ in range(30):
         head(hidden_of(3), target_of(3))
     assert len(head._visits) <= 2 * 4
+
+
+@pytest.mark.parametrize("update_every", [1, 40])
+def test_the_rows_kept_of_forwards_without_a_step_are_bounded_and_none_is_lost(update_every: int) -> None:
+    head = make_head(num_classes=200, sampler=small_rff(), update_every=update_every)
+    visits = max(_MAX_VISITS, update_every)
+    for seed in range(3 * visits):
+        head(hidden_of(3, seed=seed), target_of(3, num_classes=200, seed=seed), generator=seeded(seed)).backward()
+        assert len(head._visits) <= visits
+        assert sum(len(visit.ids) for visit in head._visits) <= 200 + visits * 3 * (5 + 1)
+    torch.optim.SGD([head.weight], lr=5.0).step()
+    assert staleness(head) > STALE
+    head.update_every = 1
+    head._freshen()
+    assert staleness(head) < FRESH
 
 
 def test_update_every_lets_the_sampler_look_at_every_third_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,7 +658,7 @@ def test_a_sampler_that_is_loaded_by_itself_is_built_from_the_weight(monkeypatch
         (lambda: trained(num_classes=50, sampler=small_rff(seed=1)), "weight"),
         (lambda: make_head(num_classes=50, sampler=small_rff(seed=1)), "weight"),
         (lambda: make_head(dim=DIM + 1, sampler=small_rff(DIM + 1)), "weight"),
-        (lambda: trained(seed=1, sampler=rf.KernelSampler(rf.RandomFourier(DIM, 32, 2.0))), "frequencies"),
+        (lambda: trained(seed=1, sampler=rf.KernelSampler(rf.RandomFourier(DIM, 32, 2.0), tau=3.0)), "frequencies"),
         (lambda: make_head(num_classes=50, sampler="uniform"), "weight"),
     ],
 )
@@ -943,6 +965,47 @@ def with_bad(value: float) -> Tensor:
 def test_a_bad_option_is_named_at_construction(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make_head(**options)
+
+
+def test_what_is_no_sampler_is_named_at_construction() -> None:
+    with pytest.raises(TypeError, match=r"^sampler: expected a Sampler or the name of one, got RandomFourier$"):
+        make_head(sampler=rf.RandomFourier(DIM, 8, 2.0))
+
+
+OTHER_TAU = "tau=3.0 as in the head.*make_sampler(..., tau=3.0); got tau=5.0"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "loss", "message"),
+    [
+        (lambda: small_rff(tau=5.0), "softmax", OTHER_TAU),
+        (lambda: rf.MomentSampler(DIM, tau=5.0), "softmax", OTHER_TAU),
+        (lambda: rf.MIDXSampler(4, tau=5.0), "softmax", OTHER_TAU),
+        (lambda: rf.MixtureSampler([rf.UniformSampler(37), rf.ExactSampler(tau=5.0)] * 2), "softmax", OTHER_TAU),
+        (lambda: rf.ExactSampler(tau=3.0), "absolute", "make_sampler(..., absolute=True); got absolute=False"),
+        (lambda: small_rff(absolute=True), "nce", "make_sampler(..., absolute=False); got absolute=True"),
+    ],
+)
+def test_a_sampler_for_other_logits_brings_one_warning(
+    sampler: Callable[[], rf.Sampler], loss: str, message: str
+) -> None:
+    with pytest.warns(UserWarning, match=re.escape(message).replace(r"\.\*", ".*", 1)) as found:
+        make_head(sampler=sampler(), loss=loss)
+    assert [each.filename for each in found] == [__file__]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: rf.UniformSampler(37),
+        lambda: rf.ExactSampler(quadratic=2.0),
+        lambda: rf.KernelSampler(rf.Quadratic(DIM), leaf="kernel"),
+        lambda: rf.MomentSampler(DIM, tau=3),
+        lambda: rf.MixtureSampler([rf.UniformSampler(37), rf.ExactSampler(tau=3.0, absolute=True)]),
+    ],
+)
+def test_a_sampler_that_fits_or_has_no_tau_brings_none(sampler: Callable[[], rf.Sampler]) -> None:
+    make_head(sampler=sampler(), loss="absolute")
 
 
 BAD_CALLS: dict[str, tuple[Callable[[rf.SoftmaxHead], Any], type[Exception], str]] = {

@@ -664,3 +664,16 @@ def test_an_in_batch_sampler_learns_the_targets_of_its_head_in_every_mode(option
     head = rf.SoftmaxHead(DIM, 50, sampler, 5, **options)
     head(torch.randn(4, DIM, generator=seeded(0)), torch.tensor([7, 7, 7, 9]))
     assert (sampler.seen + sampler.frequencies).nonzero().flatten().tolist() == [7, 9]
+
+
+@pytest.mark.parametrize("options", [{}, {"negatives": "shared"}, {"negatives": 2}, {"loss": "nce"}])
+@pytest.mark.parametrize("share", [1.0, 1e-9])
+def test_an_in_batch_part_of_a_mixture_sees_every_batch_of_its_head_once(options: Options, share: float) -> None:
+    part = rf.InBatchSampler(50)
+    head = rf.SoftmaxHead(DIM, 50, rf.MixtureSampler([rf.UniformSampler(50), part], [1.0, share]), 5, **options)
+    for step in range(1, 4):
+        head(torch.randn(4, DIM, generator=seeded(0)), torch.tensor([7, 7, 7, 9]))
+        assert int(part.batches_seen) == step
+    head.sampler.eval()
+    head(torch.randn(4, DIM, generator=seeded(0)), torch.tensor([7, 7, 7, 9]))
+    assert int(part.batches_seen) == 3

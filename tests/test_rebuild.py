@@ -159,6 +159,17 @@ def test_a_sampler_built_in_inference_mode_can_be_rebuilt_outside() -> None:
     assert torch.isfinite(all_log_probs(sampler, hidden)).all()
 
 
+@pytest.mark.parametrize("name", ["orf", "sorf", "exact", "moment", "midx", "lsh"])
+def test_a_sampler_built_and_updated_in_inference_mode_can_be_updated_outside(name: str) -> None:
+    weight, hidden = problem(65)
+    sampler = rf.make_sampler(name, num_classes=65, dim=DIM)
+    with torch.inference_mode():
+        sampler.rebuild(weight.clone(), torch.ones(65))
+        sampler.update(torch.tensor([3]), weight[:1] + 0, torch.zeros(1))
+    sampler.update(torch.tensor([3]), -weight[:1], torch.ones(1))
+    assert torch.isfinite(all_log_probs(sampler, hidden)).all()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_rebuild_holds_no_copy_of_the_weight() -> None:
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=False)

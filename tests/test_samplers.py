@@ -557,6 +557,22 @@ def test_an_update_leaves_classes_that_moved_within_the_tolerance(name: str, bac
     assert_near(changed.double().exp().sum(1), torch.ones(len(hidden)).double(), (1e-5, 1e-5))
 
 
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("anchor", [False, True])
+def test_a_class_that_grew_past_every_exponential_and_shrank_again_leaves_q_finite(anchor: bool, backend: str) -> None:
+    weight, hidden = problem(256)
+    options: Options = {"num_features": 32, "anchor": anchor, "backend": backend}
+    sampler = rf.make_sampler("rff", num_classes=256, dim=DIM, **options)
+    sampler.rebuild(weight, torch.zeros(256))
+    for bias in (800.0, 0.0):
+        sampler.update(torch.tensor([7]), weight[7:8], torch.tensor([bias]))
+        for exclude in (None, torch.full((len(hidden),), 7)):
+            log_q = all_log_probs(sampler, hidden, exclude).double()
+            assert torch.isfinite(log_q[:, 8:]).all()
+            assert_near(log_q.exp().sum(1), torch.ones(len(hidden)).double(), (1e-5, 1e-5))
+            assert torch.isfinite(sampler.sample(hidden, 9, exclude, seeded(1)).log_q).all()
+
+
 def test_the_torch_backend_runs_no_kernel_and_auto_does(monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(*_: object) -> None:
         raise AssertionError("a kernel ran")
@@ -662,6 +678,28 @@ def test_a_kernel_sampler_in_use_asks_for_a_rebuild_after_loading() -> None:
         sampler.sample(hidden, 3)
     sampler.rebuild(weight)
     assert sampler.sample(hidden, 3).ids.shape == (4, 3)
+
+
+@pytest.mark.parametrize("tau", [math.nan, -1.0, 0.0, math.inf])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tau: rf.KernelSampler(rf.Quadratic(DIM), tau=tau),
+        lambda tau: rf.MomentSampler(DIM, tau=tau),
+        lambda tau: rf.ExactSampler(tau=tau),
+        lambda tau: rf.MIDXSampler(tau=tau),
+        lambda tau: rf.make_sampler("orf", num_classes=9, dim=DIM, tau=tau),
+    ],
+)
+def test_a_tau_that_is_no_positive_number_is_refused(make: Callable[[float], rf.Sampler], tau: float) -> None:
+    with pytest.raises(ValueError, match=f"^tau: expected a positive finite number, got {tau}$"):
+        make(tau)
+
+
+@pytest.mark.parametrize("name", ["uniform", "orf", "exact"])
+def test_a_sampler_for_no_classes_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^num_classes: expected at least 1, got -5$"):
+        rf.make_sampler(name, num_classes=-5, dim=DIM)
 
 
 @pytest.mark.parametrize(

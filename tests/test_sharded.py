@@ -155,6 +155,7 @@ def test_draws_go_to_ranks_by_their_shares_and_one_at_least(num: int, shares: li
         ({"num_negatives": 50}, "num_negatives: expected 1 to 49, fewer than the classes"),
         ({"sampler": rf.UniformSampler(7)}, "sampler: expected one for 50 classes, got one for 7"),
         ({"tau": 0.0}, "tau: expected a positive finite number, got 0.0"),
+        ({"rebuild_every": 0}, "rebuild_every: expected at least 1, got 0"),
         ({"loss": "hinge"}, "loss: expected one of ('softmax', 'absolute', 'nce'), got 'hinge'"),
     ],
 )
@@ -162,6 +163,13 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
     with pytest.raises(ValueError) as error:  # noqa: PT011
         rf.ShardedSoftmaxHead(**{"dim": 8, "num_classes": 50, **options})
     assert message in str(error.value)
+
+
+def test_a_sampler_for_another_tau_brings_a_warning_and_a_feature_map_is_refused() -> None:
+    with pytest.warns(UserWarning, match=r"^sampler: expected tau=2.0 as in the head.* got tau=5.0$"):
+        rf.ShardedSoftmaxHead(8, 50, lambda _: rf.ExactSampler(tau=5.0), tau=2.0)
+    with pytest.raises(TypeError, match=r"^sampler: expected a Sampler or the name of one, got Quadratic$"):
+        rf.ShardedSoftmaxHead(8, 50, rf.Quadratic(8))
 
 
 def test_nce_learns_one_label_a_row() -> None:

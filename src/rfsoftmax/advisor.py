@@ -162,7 +162,7 @@ def _timed(head: SoftmaxHead, num_classes: int, hidden: Tensor, labels: Tensor, 
     times = _interleaved(steps)
     full = Option(
         "full softmax",
-        f"rf.full_softmax_loss(hidden, weight, target, tau={head.tau!r}, normalize={head.normalize})",
+        _full_code(head),
         times[0] * num_classes / num_full,
         num_full,
         None,
@@ -275,10 +275,20 @@ def _log_q_of_rows(sampler: Sampler, negatives: Negatives, queries: Tensor, labe
     yield from (of_sets[k] for k in sets[:_MAX_CONTEXTS].tolist())
 
 
+def _full_code(head: SoftmaxHead) -> str:
+    given = ["F.normalize(hidden, dim=-1)" if head.normalize else "hidden", "weight", "target", f"tau={head.tau!r}"]
+    given += ["bias=bias"] * (head.bias is not None) + ["normalize=True"] * head.normalize
+    given += ["absolute=True"] * (head.loss == "absolute")
+    given += [f"labels={head.labels!r}"] * (head.labels != "pick_all")
+    return f"rf.full_softmax_loss({', '.join(given)})"
+
+
 def _code(head: SoftmaxHead, num_classes: int, candidate: _Candidate, m: int) -> str:
     given = [str(head.dim), f"{num_classes:_}"]
     if candidate.name.startswith("anchored"):
-        options = "".join(f", {key}={value!r}" for key, value in candidate.options.items())
+        logits = {"tau": head.tau} if head.tau != DEFAULT_TAU else {}
+        logits |= {"absolute": True} if head.loss == "absolute" else {}
+        options = "".join(f", {key}={value!r}" for key, value in {**candidate.options, **logits}.items())
         made = f"rf.make_sampler({candidate.sampler!r}, num_classes={num_classes:_}, dim={head.dim}{options})"
         given.append(f"sampler={made}")
     elif not candidate.name.startswith("the default"):

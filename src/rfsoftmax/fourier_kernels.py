@@ -18,6 +18,8 @@ from .vectors import cos_sin, dot, embedded, number, prefetch, row_array
 
 # Rows whose angles are made at once: each number of the frequencies that is read serves so many.
 TOGETHER = 4
+# Far below where exp overflows: a class's weight may still be added to others and taken away again.
+MAX_LOG_WEIGHT = 600.0
 # Multiplications that cosine and sine of an angle take.
 ANGLE_COST = 32
 
@@ -150,7 +152,7 @@ def _log_weight(row: np.ndarray, bias: float, anchor: np.ndarray, settings: Sett
     log_scale = -0.5 * settings.nu * dot(row, row)
     log_weight = settings.tau * dot(row, anchor) if settings.anchored else log_scale
     log_weight += bias - settings.log_shift
-    return log_weight, min(log_weight - log_scale, MAX_LOG_FACTOR)
+    return min(log_weight, MAX_LOG_WEIGHT), min(log_weight - log_scale, MAX_LOG_FACTOR)
 
 
 @embedded

@@ -1,6 +1,7 @@
 """SoftmaxHead: class embeddings, a sampler and a loss in place of `nn.Linear` and `nn.CrossEntropyLoss`."""
 
 import math
+import warnings
 from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
@@ -12,7 +13,7 @@ from .groups import like_queries, restored
 from .memory import in_huge_pages
 from .samplers import DEFAULT_TAU, InBatchSampler, Sampler, Samples, make_sampler
 from .samplers.anchor import AnchoredSampler
-from .samplers.base import check_ids, check_matrix
+from .samplers.base import check_ids, check_matrix, check_tau
 from .targets import Target, as_labels
 
 Negatives = Literal["per_example", "shared"] | int
@@ -32,6 +33,8 @@ DEFAULT_SAMPLER: dict[str, Any] = {
 
 # Rows that a visit keeps to see whether the weight has moved.
 _NUM_WITNESSES = 64
+# Visits kept apart, or `update_every` if that is more.
+_MAX_VISITS = 16
 # Forwards until the first rebuild: enough to show the sampler where the queries lie.
 _FIRST_ROUND = 16
 
@@ -96,8 +99,7 @@ class SoftmaxHead(nn.Module):
         if dim < 1:
             raise ValueError(f"dim: expected at least 1, got {dim}")
         num_negatives = checked_num_negatives(num_negatives, num_classes)
-        if not 0 < tau < math.inf:
-            raise ValueError(f"tau: expected a positive finite number, got {tau}")
+        check_tau(tau)
         _check_negatives(negatives)
         _check_choice("loss", loss, Loss)
         _check_choice("labels", labels, Labels)
@@ -127,7 +129,7 @@ class SoftmaxHead(nn.Module):
         if sampler is None or isinstance(sampler, str):
             options: dict[str, Any] = {"name": sampler} if sampler else DEFAULT_SAMPLER
             sampler = make_sampler(**options, num_classes=num_classes, dim=dim, tau=tau, absolute=loss == "absolute")
-        self.sampler = checked_sampler(sampler, num_classes, dim)
+        self.sampler = checked_sampler(sampler, num_classes, dim, tau, loss == "absolute")
         # What the sampler has not seen yet: forwards whose rows may have moved since.
         self._visits: list[_Visit] = []
         self._forwards = 0  # since the last rebuild
@@ -279,8 +281,9 @@ class SoftmaxHead(nn.Module):
     def _draw(self, queries: Tensor, labels: Tensor, sizes: list[int] | None, generator: Generator | None) -> Samples:
         if sizes is not None or self.loss == "nce":
             # No label is kept out of a shared set, nor of NCE's noise, whose odds are against q over all classes.
-            if isinstance(self.sampler, InBatchSampler) and self.sampler.training:
-                self.sampler.observe(labels)
+            for part in self.sampler.modules():
+                if isinstance(part, InBatchSampler) and part.training:
+                    part.observe(labels)
             labels = labels[: None if sizes is None else 1, :0]
         elif labels.shape[1] >= self.num_classes and bool(((labels >= 0).sum(1) >= self.num_classes).any()):
             raise ValueError(f"target: expected a class left for a negative in each row, got all {self.num_classes}")
@@ -324,6 +327,10 @@ class SoftmaxHead(nn.Module):
             positives = labels[labels >= 0]
             witnesses = positives[:_NUM_WITNESSES]
             visit = _Visit(torch.cat([ids.flatten(), positives]), witnesses, self._witnessed(witnesses))
+            if len(self._visits) >= max(_MAX_VISITS, self.update_every):
+                # Forwards without a step, or many to a step: they count as moved as soon as this one has.
+                visit = visit._replace(ids=torch.cat([*(each.ids for each in self._visits), visit.ids]).unique())
+                self._visits.clear()
             self._visits.append(visit)
 
     def get_extra_state(self) -> Tensor:
@@ -354,13 +361,31 @@ def checked_num_negatives(num_negatives: int | None, num_classes: int) -> int:
     return num_negatives
 
 
-def checked_sampler(sampler: Sampler, num_classes: int, dim: int) -> Sampler:
-    """The sampler, if it is one for so many classes of this dim."""
+def checked_sampler(sampler: Sampler, num_classes: int, dim: int, tau: float, absolute: bool) -> Sampler:
+    """The sampler, if it is one for so many classes of this dim; with a warning if it is one for other logits."""
+    if not isinstance(sampler, Sampler):
+        raise TypeError(f"sampler: expected a Sampler or the name of one, got {type(sampler).__name__}")
     if sampler.num_classes not in (0, num_classes):
         raise ValueError(f"sampler: expected one for {num_classes} classes, got one for {sampler.num_classes}")
     if isinstance(sampler, AnchoredSampler) and sampler.dim != dim:
         raise ValueError(f"sampler: expected one of dim {dim}, got one of dim {sampler.dim}")
+    for part in sampler.modules():
+        if isinstance(part, Sampler) and (misfit := _misfit(part, tau, absolute)):
+            warnings.warn(misfit, stacklevel=3)
+            break
     return sampler
+
+
+def _misfit(sampler: Sampler, tau: float, absolute: bool) -> str:
+    """What to say of a sampler for other logits than those with this tau and `absolute`; nothing of the right one."""
+    own_tau, own_absolute = sampler._logit_kind()
+    if own_tau is not None and not math.isclose(own_tau, tau, rel_tol=1e-3):
+        need, found = f"tau={tau!r}", f"tau={own_tau!r}"
+    elif own_absolute not in (None, absolute):
+        need, found = f"absolute={absolute}", f"absolute={own_absolute}"
+    else:
+        return ""
+    return f"sampler: expected {need} as in the head, else its draws are poor: make_sampler(..., {need}); got {found}"
 
 
 def _pick_one(labels: Tensor, generator: Generator | None) -> Tensor:

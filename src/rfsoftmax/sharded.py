@@ -117,7 +117,8 @@ class ShardedSoftmaxHead(nn.Module):
         self.reduction = reduction
         self.allocation = allocation
         # All rebuild at once: a rank that did so alone would keep the others waiting.
-        rebuild_every = rebuild_every or max(1000, -(-num_classes // self.ranks.num) // 100)
+        if rebuild_every is None:
+            rebuild_every = max(1000, -(-num_classes // self.ranks.num) // 100)
         own = len(self.classes)
         # One rank alone takes all random numbers from torch, as SoftmaxHead does.
         self._seed = int(torch.randint(2**62, ())) + self.ranks.rank if self.ranks.num > 1 else None
@@ -139,7 +140,7 @@ class ShardedSoftmaxHead(nn.Module):
                 rebuild_every=rebuild_every,
             )
             made = _made_sampler(sampler, self.classes, dim, tau, loss == "absolute")
-        self.shard.sampler = checked_sampler(made, own, dim)
+        self.shard.sampler = checked_sampler(made, own, dim, tau, loss == "absolute")
         self.shard.num_classes = own
         if own == 1:
             self.shard.weight = nn.Parameter(self.shard.weight.detach()[:1])
@@ -351,7 +352,7 @@ def _made_sampler(given: Any, classes: range, dim: int, tau: float, absolute: bo
         options: dict[str, Any] = {"name": given} if given else DEFAULT_SAMPLER
         size: dict[str, Any] = {"num_classes": len(classes), "first": classes.start}
         return make_sampler(**options, **size, dim=dim, tau=tau, absolute=absolute)
-    made: Sampler = given if isinstance(given, Sampler) else given(classes)
+    made: Any = given if isinstance(given, nn.Module) else given(classes)
     return made
 
 

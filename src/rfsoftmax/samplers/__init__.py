@@ -15,7 +15,7 @@ from ..features import (
     RandomMaclaurin,
     StructuredFourier,
 )
-from .base import DEFAULT_TAU, Sampler, Samples
+from .base import DEFAULT_TAU, Sampler, Samples, check_tau
 from .exact import ExactSampler
 from .in_batch import InBatchSampler
 from .kernel import KernelSampler
@@ -86,6 +86,9 @@ def make_sampler(
     """
     if name not in _FEATURE_MAPS and name not in _OTHERS:
         raise ValueError(f"name: expected one of {', '.join([*_OTHERS, *_FEATURE_MAPS])}, got {name!r}")
+    if num_classes < 1:
+        raise ValueError(f"num_classes: expected at least 1, got {num_classes}")
+    check_tau(tau)
     given: dict[str, Any] = {"num_classes": num_classes, "dim": dim, "tau": tau, "counts": counts, "absolute": absolute}
     given["first"] = first
     if name == "unigram" and (counts is None or len(counts) != num_classes):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..memory import room
-from .base import Sampler, check_dim
+from .base import Sampler, check_dim, check_tau
 from .rows import ClassRows, index_dtype, slices
 
 # Queries kept in `recent`, and how many of them a batch replaces.
@@ -46,6 +46,7 @@ class AnchoredSampler(Sampler):
         half_rows: bool = False,
     ) -> None:
         super().__init__(0, stratified)
+        check_tau(tau)
         self.dim = dim
         self.tau = tau
         self.anchored = anchored
@@ -108,6 +109,9 @@ class AnchoredSampler(Sampler):
     def _log_weight(self, rows: Tensor, bias: Tensor) -> Tensor:
         """log a_i (k,) of rows (k, d) with bias (k,)."""
         return torch.addmv(bias, rows.to(bias), self.anchor, alpha=self.tau)
+
+    def _logit_kind(self) -> tuple[float | None, bool | None]:
+        return self.tau, None
 
     def _observe(self, hidden: Tensor) -> None:
         """In training, move the mean of queries: that of all at first, of about the last hundred batches later."""

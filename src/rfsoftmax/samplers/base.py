@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -59,27 +60,33 @@ class Sampler(nn.Module, ABC):
         With `normalize` they are the rows of weight brought to unit length, without a copy of all of them at once.
         """
         check_matrix("weight", weight)
-        bias = _checked_bias(bias, weight)
+        if bias is None:
+            bias = weight.new_zeros(1).expand(len(weight))  # one number in memory
+        _check_bias(bias, weight)
         if self.num_classes and weight.shape[0] != self.num_classes:
             raise ValueError(f"weight: expected {self.num_classes} rows, one a class, got {weight.shape[0]}")
-        with no_autocast(weight.device):
+        with _lasting(weight.device):
             self._rebuild(ClassRows(weight, normalize), bias)
 
     @torch.no_grad()
     def update(self, ids: Tensor, rows: Tensor, bias: Tensor | None = None) -> None:
-        """Take in that classes `ids` (k,), all different, now have embeddings `rows` (k, d) and biases `bias` (k,)."""
+        """Take in that classes `ids` (k,), all different, now have embeddings `rows` (k, d) and biases `bias` (k,).
+
+        Without `bias` they keep those that they have.
+        """
         self._require_classes()
         check_matrix("rows", rows, empty=True)
-        bias = _checked_bias(bias, rows)
+        if bias is not None:
+            _check_bias(bias, rows)
         check_ids("ids", ids, self.num_classes)
         if ids.dim() != 1 or len(ids) != len(rows):
             raise ValueError(f"ids: expected shape ({len(rows)},), one for each of rows, got {tuple(ids.shape)}")
         if len(ids.unique()) != len(ids):
             raise ValueError("ids: expected each class once, got some twice")
         if len(ids):
-            with no_autocast(rows.device):
+            with _lasting(rows.device):
                 moved = self._moved(ids.long(), rows, bias)
-                self._update(ids[moved].long(), rows[moved], bias[moved])
+                self._update(ids[moved].long(), rows[moved], None if bias is None else bias[moved])
 
     def sample(
         self,
@@ -146,9 +153,17 @@ class Sampler(nn.Module, ABC):
         rows = ClassRows(weight, normalize)[ids]
         if not torch.isfinite(rows.sum()) and bool((bad := ~torch.isfinite(rows).all(1)).any()):
             raise ValueError(f"weight: expected finite values, got NaN or inf in row {int(ids[bad][0])}")
+        if bias is not None:
+            bias = bias[ids]
+            if bool((bad := ~torch.isfinite(bias)).any()):
+                raise ValueError(f"bias: expected finite values, got NaN or inf for class {int(ids[bad][0])}")
         if len(ids):
             with no_autocast(rows.device):
-                self._update(ids, rows, rows.new_zeros(1).expand(len(ids)) if bias is None else bias[ids])
+                self._update(ids, rows, bias)
+
+    def _logit_kind(self) -> tuple[float | None, bool | None]:
+        """tau and `absolute` of the logits that q is to be close to; None for one that q does not depend on."""
+        return None, None
 
     def _observe(self, hidden: Tensor) -> None:
         """Take note of a batch of queries (B, d), before a draw for them."""
@@ -157,7 +172,7 @@ class Sampler(nn.Module, ABC):
         """Those of ids (k,), repeats allowed, whose rows the sampler is to be given anew, each once, in any order."""
         return ids.unique()
 
-    def _moved(self, ids: Tensor, rows: Tensor, bias: Tensor) -> Tensor | slice:
+    def _moved(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor | slice:
         """Which of the rows (k, d) of ids (k,) have moved so far that `_update` is to see them."""
         return slice(None)
 
@@ -165,7 +180,8 @@ class Sampler(nn.Module, ABC):
     def _rebuild(self, weight: ClassRows, bias: Tensor) -> None: ...
 
     @abstractmethod
-    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None: ...
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
+        """None for biases that stay."""
 
     @abstractmethod
     def _draw(
@@ -209,6 +225,13 @@ class Sampler(nn.Module, ABC):
         return excluded
 
 
+@contextmanager
+def _lasting(device: torch.device) -> Iterator[None]:
+    """For state that outlives the call: tensors made in inference mode could not be updated outside it."""
+    with torch.inference_mode(False), torch.no_grad(), no_autocast(device):
+        yield
+
+
 def once_each(ids: Tensor) -> Tensor:
     """ids (B, P) with all but one of equal entries in a row set to -1."""
     if ids.shape[1] < 2:
@@ -229,17 +252,18 @@ def check_ids(name: str, ids: Tensor, num_classes: int, lowest: int = 0) -> None
             raise ValueError(f"{name}: expected class ids in [{lowest}, {num_classes}), got {wrong}")
 
 
-def _checked_bias(bias: Tensor | None, rows: Tensor) -> Tensor:
-    """bias (k,) for rows (k, d), zeros for None."""
-    if bias is None:
-        return rows.new_zeros(1).expand(len(rows))  # one number in memory
+def _check_bias(bias: Tensor, rows: Tensor) -> None:
     if bias.shape != rows.shape[:1] or not bias.is_floating_point():
         need = f"floating shape ({len(rows)},), one a row"
         raise ValueError(f"bias: expected {need}, got {tuple(bias.shape)} of {bias.dtype}")
     if not math.isfinite(bias.detach().sum()) and not bool(torch.isfinite(bias).all()):
         row = int((~torch.isfinite(bias)).nonzero()[0])
         raise ValueError(f"bias: expected finite values, got {float(bias[row])} for row {row}")
-    return bias
+
+
+def check_tau(tau: float) -> None:
+    if not 0 < tau < math.inf:
+        raise ValueError(f"tau: expected a positive finite number, got {tau}")
 
 
 def check_dim(name: str, matrix: Tensor | ClassRows, dim: int) -> None:

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .base import DEFAULT_TAU, Sampler, check_dim
+from .base import DEFAULT_TAU, Sampler, check_dim, check_tau
 from .rows import ClassRows
 
 # Logits held at once, over all rows of the batch.
@@ -38,6 +38,7 @@ class ExactSampler(Sampler):
         stratified: bool = True,
     ) -> None:
         super().__init__(0, stratified)
+        check_tau(tau)
         if quadratic is not None and not 0 < quadratic < math.inf:
             raise ValueError(f"quadratic: expected a positive finite number, got {quadratic}")
         self.tau = tau
@@ -56,10 +57,14 @@ class ExactSampler(Sampler):
             self.weight[part] = rows
         self.bias = bias.detach().to(self.weight.dtype, copy=True)
 
-    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
         check_dim("rows", rows, self.weight.shape[1])
         self.weight[ids] = rows.to(self.weight.dtype)
-        self.bias[ids] = bias.to(self.bias.dtype)
+        if bias is not None:
+            self.bias[ids] = bias.to(self.bias.dtype)
+
+    def _logit_kind(self) -> tuple[float | None, bool | None]:
+        return (self.tau, self.absolute) if self.quadratic is None else (None, None)
 
     def _chunks(self, hidden: Tensor, exclude: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(first class, logits (B, chunk)) over all classes, -inf where excluded."""

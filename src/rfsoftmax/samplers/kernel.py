@@ -132,9 +132,10 @@ class KernelSampler(AnchoredSampler):
         self.calibration = calibrate(self.feature_map, probe, self.tau, self.floor)
         self.feature_map.retune(self.calibration.nu)
 
-    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
         check_dim("rows", rows, self.feature_map.dim)
-        positions, rows, bias = self._positions(ids), rows.to(self.tree.rows), bias.to(self.bias)
+        positions, rows = self._positions(ids), rows.to(self.tree.rows)
+        bias = self.bias[positions] if bias is None else bias.to(self.bias)
         if not bool((positions.diff() > 0).all()):
             positions, order = positions.sort()
             rows, bias = rows[order], bias[order]
@@ -150,12 +151,20 @@ class KernelSampler(AnchoredSampler):
         self.tree.offsets[positions] = self._offsets(rows, bias)
         self._walk().renew(self.tree, positions)
 
-    def _moved(self, ids: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
+    def _logit_kind(self) -> tuple[float | None, bool | None]:
+        if self.leaf == "exact":
+            return self.tau, self.absolute
+        return None if isinstance(self.feature_map, Quadratic) else self.tau, None
+
+    def _moved(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Those whose logit for some query of unit length would move by more than the tolerance."""
         check_dim("rows", rows, self.feature_map.dim)
         positions = self._positions(ids)
         shifts = self._walk().shifts(self.tree, positions, rows.to(self.tree.rows))
-        return self.tau * shifts + (bias.to(self.bias) - self.bias[positions]).abs() > self.tolerance
+        moved = self.tau * shifts
+        if bias is not None:
+            moved = moved + (bias.to(self.bias) - self.bias[positions]).abs()
+        return moved > self.tolerance
 
     def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> Tensor:
         """The same of the rows of weight; in the order of their positions."""
@@ -229,7 +238,8 @@ class KernelSampler(AnchoredSampler):
     def _weighted(self, rows: Tensor, bias: Tensor, phi: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
         log_weight = self._log_kernel_weight(rows, bias, log_scale) - self.log_shift
         log_factor = (log_weight - log_scale).clamp_(max=kernels.MAX_LOG_FACTOR)
-        return phi * log_factor.exp().unsqueeze(-1), log_weight.double().exp()
+        log_weight = log_weight.double().clamp_(max=fourier_kernels.MAX_LOG_WEIGHT)
+        return phi * log_factor.exp().unsqueeze(-1), log_weight.exp()
 
     def _log_factor(self, rows: Tensor, bias: Tensor) -> Tensor:
         """The log of what makes psi of phi, before any shift, (k,)."""

@@ -63,7 +63,7 @@ class LSHSampler(Sampler):
         self.lists.build(buckets, (num_tables << num_bits) + 1)
         self.num_classes = len(weight)
 
-    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
         self._check_dim("rows", rows)
         self.lists.move(ids, self._buckets(rows))
 

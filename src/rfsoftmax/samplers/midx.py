@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tree import MAX_UNIFORM
-from .base import DEFAULT_TAU, Sampler
+from .base import DEFAULT_TAU, Sampler, check_tau
 from .rows import ClassRows
 from .static import _is_excluded
 
@@ -58,6 +58,7 @@ class MIDXSampler(Sampler):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(0, stratified)
+        check_tau(tau)
         if num_codewords < 1:
             raise ValueError(f"num_codewords: expected at least 1, got {num_codewords}")
         if quantisation not in get_args(Quantisation):
@@ -84,9 +85,12 @@ class MIDXSampler(Sampler):
         self.lists.build(cells.unsqueeze(1), self.codebooks.shape[1] ** 2)
         self.num_classes = len(weight)
 
-    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
         self._check_dim("rows", rows)
         self.lists.move(ids, self._assign(rows.to(self.codebooks)).unsqueeze(1))
+
+    def _logit_kind(self) -> tuple[float | None, bool | None]:
+        return self.tau, None
 
     def _draw(
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool

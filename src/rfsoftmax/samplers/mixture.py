@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..tree import MAX_UNIFORM
 from .base import Sampler
+from .in_batch import InBatchSampler
 from .rows import ClassRows
 
 
@@ -54,7 +55,7 @@ class MixtureSampler(Sampler):
             sampler._rebuild(weight, bias)
         self.num_classes = len(weight)
 
-    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
         for sampler in self._parts():
             sampler._update(ids, rows, bias)
 
@@ -70,7 +71,7 @@ class MixtureSampler(Sampler):
         edges = [0.0, *accumulate(self.weights[:-1]), 1.0]
         for sampler, (low, high) in zip(self._parts(), pairwise(edges), strict=True):
             u, columns = _run(uniforms, low, high)
-            if u.shape[1]:
+            if u.shape[1] or isinstance(sampler, InBatchSampler):  # which sees the targets here
                 drawn = sampler._draw(hidden, exclude, u, generator, shared)[0]
                 ids = _put(ids, columns, drawn)
         ids = torch.empty_like(ids).scatter_(1, places, ids)

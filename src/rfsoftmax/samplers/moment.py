@@ -83,11 +83,12 @@ class MomentSampler(AnchoredSampler):
         self._sum_up(torch.arange(num_blocks, device=rows.device))
         self.num_classes = len(rows)
 
-    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
         check_dim("rows", rows, self.dim)
-        positions, rows, bias = self._positions(ids), rows.to(self.leaves.rows), bias.to(self.bias)
+        positions, rows = self._positions(ids), rows.to(self.leaves.rows)
+        bias = self.bias[positions] if bias is None else bias.to(self.bias)
         self.leaves.rows[positions] = rows
-        self.bias[positions] = bias  # the leaves' offsets are the same tensor
+        self.bias[positions] = self.leaves.offsets[positions] = bias
         self.log_weight[positions] = self._log_weight(rows, bias)
         self._sum_up((positions // self.leaves.block_size).unique())
 

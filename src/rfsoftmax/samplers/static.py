@@ -43,7 +43,7 @@ class _StaticSampler(Sampler):
     def _rebuild(self, weight: ClassRows, bias: Tensor) -> None:
         pass
 
-    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
         pass
 
     def _draw(
