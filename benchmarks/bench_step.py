@@ -3,8 +3,9 @@
 Ours, with per-example and with shared negatives and SparseAdam, beside what one would otherwise run: the full softmax
 (plain; streamed; by torch's own linear_cross_entropy in chunks; torch's adaptive softmax) and shared uniform or
 log-uniform negatives with a dense gradient, all with torch's fused Adam; uniform ones also with Adam as it comes, and
-with a sparse gradient and torch's SparseAdam. Queries are random, and frequencies of targets follow Zipf's law, in many batches that come in turn.
-All works of a group take turns in one process; the baselines only up to `--largest-baseline`.
+with a sparse gradient and torch's SparseAdam. Queries are random, and frequencies of targets follow Zipf's law, in many
+batches that come in turn. All works of a group take turns in one process; the baselines only up to
+`--largest-baseline`.
 
 Ours is timed after some hundred steps of training: until Adam's averages have grown rows move so little that the
 sampler needs hardly any update.
