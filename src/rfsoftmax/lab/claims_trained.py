@@ -44,10 +44,10 @@ def _best_temperature(book: Book) -> Verdict:
     if set(scores) < {f"T = {T:g}" for T in TEMPERATURES}:
         return NOT_RUN
     best = min(scores, key=lambda label: scores[label].mean)
-    text = (
-        f"the best is {best} with {shown(scores[best])}; T = 0.5 has {shown(scores['T = 0.5'])}; noise {number(noise)}"
-    )
+    other = min(set(scores) - {"T = 0.5"}, key=lambda label: scores[label].mean)
+    own, rival = shown(scores["T = 0.5"]), shown(scores[other])
     level = scores["T = 0.5"].mean - scores[best].mean <= noise
+    text = f"T = 0.5 has {own}, the best other, {other}, {rival}; noise {number(noise)}"
     return graded(level, 0.4 <= _temperature(best) <= 0.6, text)
 
 

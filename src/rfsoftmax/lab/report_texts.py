@@ -84,8 +84,8 @@ ABOUT = {
         "Fourier features is to the softmax; Corollary 1 joins them. The paper measures none of it.",
         "On the embeddings of the full softmax of figure 3 (and of table 3), with 60 held-out queries. The bias by the "
         "query is measured over 300 independent draws; from the relative bias the noise is taken off, in the largest "
-        "coordinate it is left in. Each coordinate has its own UB, of which the largest is shown. As printed, Theorem "
-        "1 needs gradients that are not negative, and its UB2 is too small for a poor q; docs/maths.md has the "
-        "corrections.",
+        "coordinate it is left in; curves leave out what is below half of the noise, as all of EXP. Each coordinate "
+        "has its own UB, of which the largest is shown. As printed, Theorem 1 needs gradients that are not negative, "
+        "and its UB2 is too small for a poor q; docs/maths.md has the corrections.",
     ),
 }

@@ -4,6 +4,7 @@ from typing import Any
 
 from .book import Book
 from .charts import Chart, ChartPoint, Line
+from .claims_measured import measurable
 from .experiments import PTB, TIBKAT
 from .numbers_text import number
 from .pages import table
@@ -58,10 +59,10 @@ def _bounds(dataset: str, rows: list[dict[str, Any]]) -> str:
 
 
 def _bias_by_m(dataset: str, rows: list[dict[str, Any]]) -> Chart:
-    """Biases that the draws cannot tell from none, 0, have no place on a logarithmic axis and are left out."""
+    """Biases that the draws cannot tell from none have no place on a logarithmic axis and are left out."""
     lines = []
     for label in dict.fromkeys(row["sampler"] for row in rows):
-        some = [(row["num_negatives"], row["relative_bias"]) for row in rows if row["sampler"] == label]
+        some = [(row["num_negatives"], measurable(row)) for row in rows if row["sampler"] == label]
         points = tuple(ChartPoint(m, value, value, value) for m, value in some if value > 0)
         if points:
             lines.append(Line(label, points, _COLOURS.get(label, 0), label == "default"))
