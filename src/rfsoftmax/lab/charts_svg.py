@@ -8,7 +8,7 @@ from .charts import Chart, Line, apart
 from .numbers_text import number, score_text
 
 _WIDTH, _HEIGHT = 500, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 174, 12, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 174, 12, 44
 _GAP = 17.0
 _TICKS = 5
 
