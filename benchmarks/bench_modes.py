@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench_step import LR, fused_adam
 from checkpoints import RECIPES, Checkpoint, load
 from measure import interleaved, write_rows
 from torch import nn
@@ -24,7 +25,6 @@ import rfsoftmax as rf
 from rfsoftmax.diagnostics import diagnose
 
 Batches = list[tuple[Any, Any]]
-LR = 1e-3
 # Queries of a step: those of a language model are many.
 BATCH = {"ptb": 700, "wikitext-2": 700}
 MODES: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -73,7 +73,7 @@ def full_step(point: Checkpoint, batches: Batches, *, plain: bool) -> Callable[[
         logits = rf.DEFAULT_TAU * F.normalize(hidden, dim=1) @ F.normalize(weight, dim=1).T
         return F.cross_entropy(logits, target.view(len(target)))
 
-    return step_of(at_once if plain else streamed, torch.optim.Adam([weight], lr=LR, fused=True), batches)
+    return step_of(at_once if plain else streamed, fused_adam([weight]), batches)
 
 
 def measure(name: str, point: Checkpoint, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from rfsoftmax.lab.book import Book
 from rfsoftmax.lab.charts import apart
 from rfsoftmax.lab.charts_svg import ticks
 from rfsoftmax.lab.claims import FAILS, HOLDS, OURS, UNTESTED, WEAKER
-from rfsoftmax.lab.claims_trained import UNTESTED_CLAIMS
+from rfsoftmax.lab.claims_untested import UNTESTED_CLAIMS
 from rfsoftmax.lab.experiments import plan
 from rfsoftmax.lab.numbers_text import number, score_text
 from rfsoftmax.lab.report import claims, write_report

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rfsoftmax.lab import cli, plots, train
-from rfsoftmax.lab.claims_trained import UNTESTED_CLAIMS
+from rfsoftmax.lab.claims_untested import UNTESTED_CLAIMS
 from rfsoftmax.lab.config import DEFAULTS, resolve
 from rfsoftmax.lab.experiments import TRAINED, plan
 from rfsoftmax.lab.outputs import make_output

@@ -7,7 +7,8 @@ from .book import Book
 from .charts import png
 from .claims import Claim
 from .claims_measured import MEASURED_CLAIMS
-from .claims_trained import TRAINED_CLAIMS, UNTESTED_CLAIMS
+from .claims_trained import TRAINED_CLAIMS
+from .claims_untested import UNTESTED_CLAIMS
 from .pages import write_files
 from .report_page import page
 from .report_sections import sections

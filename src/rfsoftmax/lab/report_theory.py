@@ -9,7 +9,6 @@ from .experiments import PTB, TIBKAT
 from .numbers_text import number
 from .pages import table
 
-_BOUNDS = ("lower_printed", "upper_printed", "bound_always")
 _COLOURS = {"Uniform": 5, "Unigram": 6, "Quadratic": 4, "Rff, D = 1024": 2, "MIDX": 7, "default": 1, "EXP": 3}
 
 
@@ -45,7 +44,10 @@ def _bounds(dataset: str, rows: list[dict[str, Any]]) -> str:
         "outside the last",
     )
     shares = ("below_lower_printed", "above_upper_printed", "outside_always")
-    columns = ("chi2", "relative_bias", "noise", "bias_largest", "noise_largest", *_BOUNDS)
+    columns = [
+        *("chi2", "relative_bias", "noise", "bias_largest", "noise_largest"),
+        *("lower_printed", "upper_printed", "bound_always"),
+    ]
     cells = [
         (
             row["sampler"],
