@@ -199,6 +199,8 @@ class SamplerContract(ABC):
     needs_rebuild: ClassVar[bool] = True
     # Whether a class takes one interval of the uniforms: samplers by inversion of a CDF, but not by alias tables.
     one_interval_per_class: ClassVar[bool] = True
+    # How many stratified draws share a uniform: they are the noisier, by so many times at most.
+    draws_per_uniform: ClassVar[int] = 1
 
     @abstractmethod
     def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> Sampler:
@@ -312,7 +314,10 @@ class SamplerContract(ABC):
                 assert (counts - expected).abs().max() < 2.01
 
     def test_stratified_draws_of_a_class_number_m_times_q_within_two(self, options: Options) -> None:
-        """A class that takes an interval of length q holds all but the ends of m q strata of length 1/m."""
+        """A class that takes an interval of length q holds all but the ends of m q strata of length 1/m.
+
+        Where several draws share a uniform, this holds of the first ones, the second ones and so on.
+        """
         if not self.one_interval_per_class:
             pytest.skip("a class takes many intervals of the uniforms")
         num = 500
@@ -321,7 +326,8 @@ class SamplerContract(ABC):
             ids = sampler.sample(hidden, num, exclude, generator=seeded(3), shared=shared).ids
             counts = torch.zeros(len(ids), 65).scatter_add_(1, ids, torch.ones(ids.shape))
             expected = num * all_log_probs(sampler, hidden, exclude, shared).exp()
-            assert (counts - expected).abs().max() < 2.01
+            several = 1 if shared else self.draws_per_uniform  # of the last ones not all may be wanted
+            assert (counts - expected).abs().max() < 2.01 * several + (several - 1)
 
     def test_the_same_generator_draws_the_same_and_no_other_is_touched(self, options: Options) -> None:
         sampler, _, hidden = self.settled(65, options)
@@ -381,7 +387,7 @@ class SamplerContract(ABC):
             _variance(draws.partition(samples)) for samples in (draws.independent, draws.stratified)
         )
         margin = SIGMAS * (its_error**2 + other_error**2) ** 0.5
-        assert stratified <= independent + margin + 1e-9
+        assert stratified <= self.draws_per_uniform * (independent + margin) + 1e-9
 
     # What changes q
 

@@ -69,19 +69,34 @@ def test_bench_step_tells_the_parts_of_a_step(tmp_path: Path) -> None:
         assert 0 < float(row["share_of_loss"]) < 1
 
 
-def test_bench_modes_weighs_noise_against_time(tmp_path: Path) -> None:
+@pytest.fixture
+def visits(tmp_path: Path) -> Path:
+    """A directory with the data of Gowalla, made up."""
     data = tmp_path / "gowalla"
     data.mkdir()
     for name in ("train.txt", "test.txt"):
         lines = [" ".join(map(str, [user, *range(user % 7, 300, 9)])) for user in range(60)]
         (data / name).write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_bench_noise_finds_more_of_it_where_draws_share_a_walk(visits: Path) -> None:
+    options = ["--data", str(visits), "--sets", "gowalla", "--cache", str(visits), "--negatives", "20"]
+    rows = run("bench_noise", visits / "noise.csv", *options, "--draws-per-block", "1", "20")
+    apart, together = ({name: float(row[name]) for name in ("variance_of_z", "gradient_noise")} for row in rows)
+    assert 0 < apart["variance_of_z"] < together["variance_of_z"]
+    # About 1 / m: the noise of a multinomial.
+    assert 0 < apart["gradient_noise"] < 2 / 20
+
+
+def test_bench_modes_weighs_noise_against_time(visits: Path) -> None:
     options = [
         "--data",
-        str(tmp_path),
+        str(visits),
         "--sets",
         "gowalla",
         "--cache",
-        str(tmp_path),
+        str(visits),
         "--repeats",
         "1",
         "--batch",
@@ -89,7 +104,7 @@ def test_bench_modes_weighs_noise_against_time(tmp_path: Path) -> None:
         "--warm-up",
         "2",
     ]
-    rows = run("bench_modes", tmp_path / "modes.csv", *options)
+    rows = run("bench_modes", visits / "modes.csv", *options)
     found = {(row["mode"], row["negatives"]): row for row in rows}
     assert float(found["full", "0"]["noise"]) == 0
     modes = {"full", "full, plain", "per example", "64 groups", "16 groups", "4 groups", "shared"}

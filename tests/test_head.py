@@ -431,6 +431,26 @@ def test_gradient_accumulation_refreshes_the_rows_of_every_forward(update_every:
     assert staleness(head) < FRESH
 
 
+@pytest.mark.parametrize(("rows", "followed_every"), [(819, 1), (820, 2), (2000, 3)])
+def test_of_thousands_of_negatives_the_sampler_looks_at_those_of_every_third_query_in_turn(
+    rows: int, followed_every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = make_head(sampler=small_rff(follow_every=3))  # five negatives a row: above 4,096 in all with 820 rows
+    drawn: list[Tensor] = []
+    draw = head._draw
+
+    def noted(*arguments: Any) -> rf.Samples:
+        samples = draw(*arguments)
+        drawn.append(samples.ids)
+        return samples
+
+    monkeypatch.setattr(head, "_draw", noted)
+    for forward in range(4):
+        head(hidden_of(rows), target_of(rows))
+        expected = torch.cat([drawn[-1][forward % followed_every :: followed_every].flatten(), target_of(rows)])
+        assert torch.equal(head._visits[-1].ids, expected)
+
+
 def test_a_rebuild_between_forward_and_step_loses_no_row() -> None:
     head = make_head(num_classes=200, sampler=small_rff(), rebuild_every=3)
     optimizer = torch.optim.SGD([head.weight], lr=5.0)

@@ -233,6 +233,7 @@ class KernelContract(SamplerContract):
     """All block sizes, leaf rules and backends, with and without anchor. Heirs say which map, and what to draw."""
 
     sizes: ClassVar[tuple[int, ...]] = (1, 5, 65)
+    block_sizes: ClassVar[tuple[int, ...]] = BLOCK_SIZES
     leaves: ClassVar[tuple[Leaf, ...]] = LEAVES
     anchors: ClassVar[tuple[bool, ...]] = (False, True)
 
@@ -244,7 +245,9 @@ class KernelContract(SamplerContract):
                 "backend": backend,
                 "anchor": anchor,
             }
-            for block_size, leaf, backend, anchor in itertools.product(BLOCK_SIZES, cls.leaves, BACKENDS, cls.anchors)
+            for block_size, leaf, backend, anchor in itertools.product(
+                cls.block_sizes, cls.leaves, BACKENDS, cls.anchors
+            )
         }
 
     @abstractmethod
@@ -292,7 +295,7 @@ class TestRandomFourier(KernelContract):
 
 
 class TestOrthogonalFourier(KernelContract):
-    drawn = ("b1-kernel-numba-anchor", "b7-exact-torch")
+    drawn: ClassVar[tuple[str, ...]] = ("b1-kernel-numba-anchor", "b7-exact-torch")
 
     def make_map(self, seed: int) -> rf.FeatureMap:
         return rf.OrthogonalFourier(DIM, 32, nu=2.0, generator=seeded(seed))
@@ -310,6 +313,17 @@ class TestHalfRows(TestOrthogonalFourier):
         self, sampler: rf.Sampler, weight: Tensor, hidden: Tensor, exclude: Tensor | None, shared: bool
     ) -> Tensor:
         return super().exact_probs(sampler, weight.bfloat16(), hidden, exclude, shared)
+
+
+class TestDrawsPerBlock(TestOrthogonalFourier):
+    """Three draws for each walk of a stratified draw: each of them still follows q."""
+
+    block_sizes = (7, 64)
+    drawn = ("b7-kernel-torch-anchor", "b7-exact-numba-anchor", "b7-exact-torch", "b64-kernel-numba")
+    draws_per_uniform = 3
+
+    def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.KernelSampler:
+        return rf.KernelSampler(self.make_map(seed), tau=TAU, draws_per_block=3, **options)
 
 
 class TestStructuredFourier(KernelContract):
@@ -709,6 +723,9 @@ def test_a_sampler_for_no_classes_is_refused(name: str) -> None:
         ({"floor": 0.0}, "floor: expected a positive finite number, got 0.0"),
         ({"floor": math.inf}, "floor: expected a positive finite number, got inf"),
         ({"floor": math.nan}, "floor: expected a positive finite number, got nan"),
+        ({"draws_per_block": 0}, "draws_per_block: expected 1 to 64, the block_size, got 0"),
+        ({"draws_per_block": 2, "block_size": 1}, "draws_per_block: expected 1 to 1, the block_size, got 2"),
+        ({"follow_every": 0}, "follow_every: expected at least 1, got 0"),
         ({"tolerance": -0.1}, "tolerance: expected a finite number of at least 0, got -0.1"),
         ({"tolerance": math.nan}, "tolerance: expected a finite number of at least 0, got nan"),
         ({"leaf": "soft"}, "leaf: expected one of ('exact', 'kernel'), got 'soft'"),
@@ -916,14 +933,14 @@ def test_nu_is_the_lesser_of_tau_and_half_the_log_of_num_features(tau: float, nu
             {"num_features": 8},
             TypeError,
             "options of 'quadratic': expected any of absolute, alpha, anchor, backend, beta, block_size, calibrate, "
-            "floor, half_rows, leaf, stratified, tolerance, got num_features",
+            "draws_per_block, floor, follow_every, half_rows, leaf, stratified, tolerance, got num_features",
         ),
         (
             "rff",
             {"blocksize": 8},
             TypeError,
-            "options of 'rff': expected any of absolute, anchor, backend, block_size, calibrate, floor, generator, "
-            "half_rows, leaf, nu, num_features, stratified, tolerance, got blocksize",
+            "options of 'rff': expected any of absolute, anchor, backend, block_size, calibrate, draws_per_block, "
+            "floor, follow_every, generator, half_rows, leaf, nu, num_features, stratified, tolerance, got blocksize",
         ),
     ],
 )

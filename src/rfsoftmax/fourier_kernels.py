@@ -86,10 +86,10 @@ class Plan:
         return type(None), ()
 
 
-def draw(plan: Plan, hidden: Tensor, excluded: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def draw(plan: Plan, hidden: Tensor, excluded: Tensor, uniforms: Tensor, each: int) -> tuple[Tensor, Tensor]:
     """`kernels.draw` for `query` in one call, of classes; here excluded (B, E) are classes too."""
-    ids = torch.empty(uniforms.shape, dtype=torch.int64)
-    log_q = torch.empty(uniforms.shape, dtype=torch.float64)
+    ids = torch.empty(len(uniforms), each * uniforms.shape[1], dtype=torch.int64)
+    log_q = torch.empty(ids.shape, dtype=torch.float64)
     source = (hidden.contiguous().numpy(), *plan.source)
     classes = (excluded.contiguous().numpy(), *plan.places)
     nodes, leaves, settings = plan.nodes, plan.leaves, plan.settings

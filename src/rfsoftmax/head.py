@@ -29,12 +29,16 @@ DEFAULT_SAMPLER: dict[str, Any] = {
     "nu": "auto",
     "tolerance": 0.1,
     "half_rows": True,
+    "draws_per_block": 4,
+    "follow_every": 8,
 }
 
 # Rows that a visit keeps to see whether the weight has moved.
 _NUM_WITNESSES = 64
 # Visits kept apart, or `update_every` if that is more.
 _MAX_VISITS = 16
+# Negatives of a forward below which the sampler looks at all of them.
+_LEAST_FOLLOWED = 4096
 # Forwards until the first rebuild: enough to show the sampler where the queries lie.
 _FIRST_ROUND = 16
 
@@ -69,7 +73,8 @@ class SoftmaxHead(nn.Module):
     - `sparse`: the gradient of `weight` holds only the rows touched; take SparseAdam, SGD or Adagrad.
 
     The sampler follows the weight without a hook in the optimizer. A forward touches rows (targets and negatives) and
-    only they get a gradient; before a later draw, once the weight has changed, the sampler is given those rows anew.
+    only they get a gradient; before a later draw, once the weight has changed, the sampler is given those rows anew
+    (of thousands of negatives a part, if it has a `follow_every`).
     `update_every` forwards are collected first. Every `rebuild_every` forwards (by default n / 100, at least 1,000) it
     is built afresh, and more often in the beginning (after 16, 80, 336, ...). This also takes in rows that moved
     without being touched: by momentum, weight decay, ties to other layers or an assignment. Call `rebuild()` to have it
@@ -320,6 +325,9 @@ class SoftmaxHead(nn.Module):
         return rows if self.bias is None else torch.cat([rows, self.bias.detach()[ids].unsqueeze(1)], 1)
 
     def _touch(self, ids: Tensor, labels: Tensor) -> None:
+        """Take note of the negatives ids (B, m), or as many as the sampler is to look at, and of the labels (B, P)."""
+        every = min(self.sampler.follow_every, 1 + ids.numel() // _LEAST_FOLLOWED)
+        ids = ids[self._all_forwards % every :: every]
         self._forwards += 1
         self._all_forwards += 1
         trained = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)

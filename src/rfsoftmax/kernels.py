@@ -61,9 +61,9 @@ def renew(tree: Tree, positions: Tensor) -> None:
     spread(_renew, (sums, weights, leaves), sums.shape[1], len(leaves) * tree.depth, 1)
 
 
-def draw(tree: Tree, query: Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    positions = torch.empty(uniforms.shape, dtype=torch.int64)
-    log_q = torch.empty(uniforms.shape, dtype=torch.float64)
+def draw(tree: Tree, query: Query, uniforms: Tensor, each: int = 1) -> tuple[Tensor, Tensor]:
+    positions = torch.empty(len(uniforms), each * uniforms.shape[1], dtype=torch.int64)
+    log_q = torch.empty(positions.shape, dtype=torch.float64)
     state, u, p, q = _arrays(tree, query), uniforms.numpy(), positions.numpy(), log_q.numpy()
     spread(_draw, (state, u, p, q), len(u), u.shape[1] * path_cost(tree), 1)
     return positions, log_q
@@ -290,6 +290,15 @@ def _enter(
     paths[k], scores[k], scoreds[k] = path, score, scoreds[i] if node & 1 else score
 
 
+@inlined
+def _searched(cdf: np.ndarray, end: int, mass: float) -> int:
+    """How many of cdf[:end] are at most `mass`: all are looked at, which takes less than to stop early."""
+    found = 0
+    for k in range(end):
+        found += cdf[k] <= mass
+    return found
+
+
 @embedded
 def _draw(
     state: tuple[Any, ...],
@@ -304,6 +313,7 @@ def _draw(
     phi, leaf_queries, excluded, sums, weights, rows = state[0], state[2], state[3], state[6], state[7], state[9]
     block_size = state[11]
     blocks, num = sums.shape[0] // 2, uniforms.shape[1]
+    each = positions.shape[1] // max(1, num)
     group = min(stop - start, max(1, _GROUP // num))
     room, ahead = group * num, max(2, _FETCHED // (sums.shape[1] * sums.itemsize))
     u, turns, score_left = np.empty((group, num)), np.empty(group, np.int64), np.empty(room)
@@ -318,7 +328,7 @@ def _draw(
     walk = (queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds)
     # Where the next entry goes: of an inner node on the next level, or of a leaf.
     ends = np.empty(2, np.int64)
-    logits, masses = np.empty((2, block_size), phi.dtype), np.empty(block_size, phi.dtype)
+    logits, masses, cdf = np.empty((2, block_size), phi.dtype), np.empty(block_size, phi.dtype), np.empty(block_size)
     for low in range(start, stop, group):
         here, there, count, level = 0, room, min(group, stop - low), 0
         ends[1] = 2 * room
@@ -395,14 +405,18 @@ def _draw(
                 end = size - 1
                 while end > 0 and masses[end] == 0.0:
                     end -= 1
-                k, cdf, log_path = 0, np.float64(masses[0]), log_paths[i] + np.log(paths[i] / total) - largest
+                summed = 0.0
+                for k in range(end + 1):
+                    summed += masses[k]
+                    cdf[k] = summed
+                log_path = log_paths[i] + np.log(paths[i] / total) - largest
                 for j in range(firsts[i], lasts[i]):
-                    while k < end and u[query, j] * total >= cdf:
-                        k += 1
-                        cdf += masses[k]
-                    place = turned(j, turns[query], num)
-                    positions[b, place] = block_start + k
-                    log_q[b, place] = log_path + own[k]
+                    place = each * turned(j, turns[query], num)
+                    for e in range(each):
+                        v = u[query, j] + e / each
+                        k = _searched(cdf, end, (v if v < 1.0 else v - 1.0) * total)
+                        positions[b, place + e] = block_start + k
+                        log_q[b, place + e] = log_path + own[k]
             first = last
 
 

@@ -112,7 +112,7 @@ def _weight_gradient(arrays: tuple[np.ndarray, ...], normalize: bool) -> tuple[T
     classes, order, starts, ends = _occurrences(flat)
     rows = np.empty((len(starts), arrays[0].shape[1]), arrays[0].dtype)
     cost = len(flat) * rows.shape[1] // max(1, len(starts))
-    spread(_row_gradients, (arrays, normalize, order, starts, ends, rows), len(starts), cost)
+    spread(_row_gradients, (arrays, normalize, (classes, order, starts, ends), rows), len(starts), cost)
     return torch.from_numpy(classes), torch.from_numpy(rows)
 
 
@@ -196,16 +196,16 @@ def _through_length(grad: np.ndarray, radial: float, row: np.ndarray, norm: floa
 def _row_gradients(
     arrays: tuple[np.ndarray, ...],
     normalize: bool,
-    order: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
+    places: tuple[np.ndarray, ...],
     rows: np.ndarray,
     start: int,
     stop: int,
 ) -> None:
-    queries, weight, ids, dots, norms, grad = arrays
+    (queries, weight, ids, dots, norms, grad), (classes, order, starts, ends) = arrays, places
     width = ids.shape[1]
     for k in range(start, stop):
+        if normalize and k + AHEAD < stop:
+            prefetch(weight, classes[k + AHEAD], classes[k + AHEAD] + 1)
         total = rows[k]
         total[:] = 0.0
         radial = total[0]
@@ -217,7 +217,7 @@ def _row_gradients(
                 total[j] += factor * query[j]
         if normalize:
             b, p = divmod(order[starts[k]], width)
-            _through_length(total, radial, weight[ids[b, p]], norms[b, p])
+            _through_length(total, radial, weight[classes[k]], norms[b, p])
 
 
 @embedded

@@ -156,15 +156,19 @@ def renew(tree: Tree, positions: Tensor) -> None:
         tree.weights[inner] = tree.weights[2 * inner] + tree.weights[2 * inner + 1]
 
 
-def draw(tree: Tree, query: Query, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions (B, m) and log q (B, m), float64, for sorted uniforms (B, m), float64."""
+def draw(tree: Tree, query: Query, uniforms: Tensor, each: int = 1) -> tuple[Tensor, Tensor]:
+    """Positions (B, each w) and log q (B, each w), float64, for sorted uniforms (B, w), float64.
+
+    A uniform chooses a block; what is left of it there is uniform again and chooses the class. `each` classes are
+    chosen by it and by it turned on, round the end, by 1/each, 2/each, ...: uniform all of them, and one per stratum.
+    """
     per_query = uniforms.shape[1] * max(2 * tree.sums.shape[1], tree.block_size * tree.rows.shape[1])
     step = max(1, CHUNK_ELEMENTS // per_query)
-    parts = [_draw(tree, query.slice(i, i + step), uniforms[i : i + step]) for i in range(0, len(uniforms), step)]
+    parts = [_draw(tree, query.slice(i, i + step), uniforms[i : i + step], each) for i in range(0, len(uniforms), step)]
     return torch.cat([p for p, _ in parts]), torch.cat([q for _, q in parts])
 
 
-def _draw(tree: Tree, query: Query, u: Tensor) -> tuple[Tensor, Tensor]:
+def _draw(tree: Tree, query: Query, u: Tensor, each: int) -> tuple[Tensor, Tensor]:
     node = torch.ones_like(u, dtype=torch.int64)
     log_q = torch.zeros_like(u)
     for low, high in tree.levels():
@@ -181,12 +185,13 @@ def _draw(tree: Tree, query: Query, u: Tensor) -> tuple[Tensor, Tensor]:
     members, logits = _leaf_logits(tree, query, node)
     probability = (logits - logits.amax(-1, keepdim=True)).exp()
     cdf = probability.cumsum(-1)
-    place = (u.unsqueeze(-1) * cdf[..., -1:] >= cdf).sum(-1)
+    u = (u.unsqueeze(-1) + torch.arange(each, device=u.device) / each).remainder_(1.0)
+    place = (u.unsqueeze(-1) * cdf[..., None, -1:] >= cdf.unsqueeze(-2)).sum(-1)
     # Rounding may push a uniform past the end: it then means the last class that has any probability.
     last = tree.block_size - 1 - probability.flip(-1).gt(0).to(torch.int8).argmax(-1)
-    place = torch.minimum(place, last).unsqueeze(-1)
-    log_q += logits.log_softmax(-1).gather(-1, place).squeeze(-1)
-    return members.gather(-1, place).squeeze(-1), log_q
+    place = torch.minimum(place, last.unsqueeze(-1))
+    log_q = log_q.unsqueeze(-1) + logits.log_softmax(-1).gather(-1, place)
+    return members.gather(-1, place).flatten(1), log_q.flatten(1)
 
 
 def log_prob(tree: Tree, query: Query, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,8 @@ _MEANING = {
     "power": "of the counts; word2vec takes 0.75",
     "quadratic": "draw by the kernel quadratic (h.c)^2 + 1 instead, and train with the absolute softmax",
     "quantisation": "how the two codebooks share an embedding",
+    "draws_per_block": "draws for each walk down the tree: faster, noisier",
+    "follow_every": "of so many queries' negatives those of one are looked at for what moved",
     "refresh_every": "batches between looks at the frequencies, O(n) each",
     "samplers": 'names of the parts: \'samplers=["unigram", "moment"]\'',
     "stratified": "spread the draws evenly: the same chances, less noise",

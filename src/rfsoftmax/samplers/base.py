@@ -42,6 +42,8 @@ class Sampler(nn.Module, ABC):
         super().__init__()
         self.num_classes = num_classes
         self.stratified = stratified
+        self.draws_per_block = 1  # more for samplers that have `_draw_several`
+        self.follow_every = 1  # of so many queries' negatives a head has those of one looked at, if they are many
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Sampler":
         # Less precision is for the model around: sums and tables keep theirs, for log_q to be exact.
@@ -115,22 +117,25 @@ class Sampler(nn.Module, ABC):
         With `sizes`, which sum to B, so many rows of hidden after another share a set: ids and log_q are (sets, num),
         and exclude is (1, 0).
         """
-        rows = len(hidden) if sizes is None else len(sizes)
+        rows, each = len(hidden) if sizes is None else len(sizes), 1
         if self.stratified:
-            uniforms = stratified_uniforms(rows, num, generator, hidden.device)
+            each = 1 if sizes is not None else self.draws_per_block
+            uniforms = stratified_uniforms(rows, -(-num // each), generator, hidden.device)
         else:
             uniforms = torch.rand(rows, num, dtype=torch.float64, generator=generator, device=hidden.device)
             uniforms, places = uniforms.sort(dim=1)
         with no_autocast(hidden.device):
             self._observe(hidden)
-            if sizes is None:
-                ids, log_q = self._draw(hidden, exclude, uniforms, generator, False)
-            else:
+            if sizes is not None:
                 ids, log_q = self._draw_sets(hidden, exclude, uniforms, generator, sizes)
+            elif each > 1:
+                ids, log_q = (drawn[:, :num] for drawn in self._draw_several(hidden, exclude, uniforms, each))
+            else:
+                ids, log_q = self._draw(hidden, exclude, uniforms, generator, False)
         if not self.stratified:
             source = places.argsort(dim=1)
             ids, log_q = ids.gather(1, source), log_q.gather(1, source)
-        return Samples(ids, log_q.float())
+        return Samples(ids.contiguous(), log_q.float())
 
     @torch.no_grad()
     def log_prob(self, hidden: Tensor, ids: Tensor, exclude: Tensor | None = None, shared: bool = False) -> Tensor:
@@ -191,6 +196,11 @@ class Sampler(nn.Module, ABC):
 
         A row of uniforms ascends from its least one on, round its end: sorted, up to where it begins.
         """
+
+    def _draw_several(self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, each: int) -> tuple[Tensor, Tensor]:
+        """ids and log q, both (B, each w), for uniforms (B, w): `each` draws one after another share a uniform, and yet
+        every one of them by itself follows q."""
+        raise NotImplementedError
 
     def _draw_sets(
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, sizes: list[int]
