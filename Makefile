@@ -30,6 +30,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/bench_quality.py cost
 	$(if $(DATA),$(BIN)/python benchmarks/bench_quality.py quality --data $(DATA) --draws 200)
 	$(if $(DATA),$(BIN)/python benchmarks/bench_noise.py --data $(DATA))
+	$(if $(DATA),$(BIN)/python benchmarks/bench_follow.py --data $(DATA))
 	$(if $(DATA),$(BIN)/python benchmarks/bench_modes.py --data $(DATA))
 
 # One environment serves every command; it is made again when what it installs changes.

@@ -20,12 +20,12 @@ from measure import write_rows
 from torch import Generator, Tensor
 
 import rfsoftmax as rf
-from rfsoftmax.head import DEFAULT_SAMPLER
+from rfsoftmax.head import default_sampler
 
 
 def noise(point: Checkpoint, each: int, options: argparse.Namespace) -> dict[str, float]:
     """Of the default sampler with so many draws a walk; of several labels of a query the last one is the target."""
-    chosen = {**DEFAULT_SAMPLER, "draws_per_block": each}
+    chosen = {**default_sampler(len(point.weight)), "draws_per_block": each}
     sampler = make_head(chosen.pop("name"), chosen, point, options.negatives, options.seed).sampler.eval()
     half = len(point.hidden) // 2
     hidden = F.normalize(point.hidden[half : half + options.contexts], dim=1)

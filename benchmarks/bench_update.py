@@ -18,7 +18,7 @@ from measure import interleaved, write_rows
 from torch import Tensor
 
 import rfsoftmax as rf
-from rfsoftmax.head import DEFAULT_SAMPLER
+from rfsoftmax.head import default_sampler
 
 # Updates add and subtract features in float32, so log q may drift from that of a rebuild by so much.
 CLOSE = 0.01
@@ -44,7 +44,7 @@ class Updates:
 
 def make_head(num_classes: int, num_features: int, options: argparse.Namespace) -> rf.SoftmaxHead:
     torch.manual_seed(0)
-    chosen = {**DEFAULT_SAMPLER, "num_features": num_features}
+    chosen = {**default_sampler(num_classes), "num_features": num_features}
     sampler = rf.make_sampler(num_classes=num_classes, dim=options.dim, **chosen)
     return rf.SoftmaxHead(options.dim, num_classes, sampler, options.negatives)
 
@@ -53,9 +53,10 @@ def steps(head: rf.SoftmaxHead, options: argparse.Namespace) -> dict[str, Callab
     """STEPS training steps by mode, all of the same head: a second one would need twice the memory."""
     step, batches = step_of(head), Batches(head.num_classes, head.dim, options.batch)
     sampler: Any = head.sampler
+    tolerance = sampler.tolerance
 
     def take(mode: Any) -> None:
-        head.negatives, sampler.tolerance = mode, DEFAULT_SAMPLER["tolerance"]
+        head.negatives, sampler.tolerance = mode, tolerance
         for _ in range(STEPS):
             batches.run(step)
 

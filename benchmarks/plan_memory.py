@@ -9,9 +9,9 @@ import csv
 import math
 from pathlib import Path
 
-from rfsoftmax.head import DEFAULT_SAMPLER
+from rfsoftmax.head import default_sampler
 
-BLOCK, FEATURES = 64, DEFAULT_SAMPLER["num_features"]
+BLOCK = 64
 MOMENTS = {"SparseAdam": 2, "Adagrad": 1, "SGD": 0}
 ITEM = {"float32": 4, "bfloat16": 2}
 # A rank of 64 GB of which a tenth stays free, and what a process takes before it has any class: torch and kernels.
@@ -24,11 +24,12 @@ def trained(dim: int, dtype: str, optimizer: str) -> dict[str, float]:
     return {"embeddings": embedding, f"state of {optimizer}": MOMENTS[optimizer] * embedding}
 
 
-def sampler(dim: int) -> dict[str, float]:
+def sampler(num_classes: float, dim: int) -> dict[str, float]:
     """Bytes per class of the default sampler. Two nodes of 2 D float32 sums, a weight and a count each for a block."""
+    features = default_sampler(int(num_classes))["num_features"]
     return {
         "bfloat16 copy of the embeddings": 2 * dim,
-        "sums of the tree": 2 * 2 * FEATURES * 4 / BLOCK,
+        "sums of the tree": 2 * 2 * features * 4 / BLOCK,
         "weights and counts of the tree": 2 * (8 + 8) / BLOCK,
         "order and position, int32": 8,
         "bias": 4,
@@ -40,16 +41,17 @@ def rebuild() -> float:
     return 8 + 4 - 8
 
 
-def total(dim: int, dtype: str, optimizer: str) -> float:
-    return sum(trained(dim, dtype, optimizer).values()) + sum(sampler(dim).values()) + rebuild()
+def total(num_classes: float, dim: int, dtype: str, optimizer: str) -> float:
+    return sum(trained(dim, dtype, optimizer).values()) + sum(sampler(num_classes, dim).values()) + rebuild()
 
 
 def ranks(num_classes: float, dim: int, dtype: str, optimizer: str) -> int:
-    return math.ceil(num_classes * total(dim, dtype, optimizer) / (RANK - PROCESS))
+    return math.ceil(num_classes * total(num_classes, dim, dtype, optimizer) / (RANK - PROCESS))
 
 
-def parts_table(dim: int, optimizer: str = "SparseAdam") -> list[str]:
-    columns = [{**trained(dim, dtype, optimizer), **sampler(dim), "rebuild, for a moment": rebuild()} for dtype in ITEM]
+def parts_table(num_classes: float, dim: int, optimizer: str = "SparseAdam") -> list[str]:
+    own = {**sampler(num_classes, dim), "rebuild, for a moment": rebuild()}
+    columns = [{**trained(dim, dtype, optimizer), **own} for dtype in ITEM]
     lines = [f"| bytes per class, d = {dim} | {' | '.join(ITEM)} |", "|---|---|---|"]
     lines += [f"| {part} | {' | '.join(f'{column[part]:g}' for column in columns)} |" for part in columns[0]]
     least = [sum(trained(dim, dtype, optimizer).values()) for dtype in ITEM]
@@ -65,7 +67,7 @@ def ranks_table() -> list[str]:
     lines = [heading, "|---" * 5 + "|"]
     for dim in (64, 128, 256):
         for dtype, optimizer in (("float32", "SparseAdam"), ("float32", "SGD"), ("bfloat16", "SparseAdam")):
-            each = total(dim, dtype, optimizer)
+            each = total(1e7, dim, dtype, optimizer)
             cells = [f"{_size(n * each)}: {_ranks(ranks(n, dim, dtype, optimizer))}" for n in sizes.values()]
             lines.append(f"| {dim}, {dtype}, {optimizer} | {each:,.1f} | {' | '.join(cells)} |")
     return lines
@@ -78,7 +80,7 @@ def measured_table(path: Path) -> list[str]:
     lines = [heading, "|---" * 6 + "|"]
     for row in rows:
         n, dim, own = int(row["num_classes"]), int(row["dim"]), int(row["peak_bytes"]) - int(row["imported_bytes"])
-        of_formula = n * total(dim, row["dtype"], "SparseAdam")
+        of_formula = n * total(n, dim, row["dtype"], "SparseAdam")
         cells = [_size(size) for size in (of_formula, int(row["peak_bytes"]), own)]
         name = f"{row['method'].removeprefix('ours, ')}, {row['dtype']}, d = {dim}"
         lines.append(f"| {name} | {n:,} | {' | '.join(cells)} | {row['times_needed']} |")
@@ -98,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, help="rows of bench_memory.py to set beside the formula")
     options = parser.parse_args()
-    tables = [parts_table(64), ranks_table()]
+    tables = [parts_table(1e7, 64), ranks_table()]
     tables += [measured_table(options.measured)] if options.measured else []
     print("\n\n".join("\n".join(lines) for lines in tables))
 

@@ -431,11 +431,11 @@ def test_gradient_accumulation_refreshes_the_rows_of_every_forward(update_every:
     assert staleness(head) < FRESH
 
 
-@pytest.mark.parametrize(("rows", "followed_every"), [(819, 1), (820, 2), (2000, 3)])
+@pytest.mark.parametrize(("rows", "followed_every"), [(204, 1), (205, 2), (2000, 3)])
 def test_of_thousands_of_negatives_the_sampler_looks_at_those_of_every_third_query_in_turn(
     rows: int, followed_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = make_head(sampler=small_rff(follow_every=3))  # five negatives a row: above 4,096 in all with 820 rows
+    head = make_head(sampler=small_rff(follow_every=3))  # five negatives a row: 1,024 in all are reached with 205 rows
     drawn: list[Tensor] = []
     draw = head._draw
 
@@ -943,6 +943,12 @@ def test_the_defaults_fit_any_number_of_classes(negatives: Any, num_classes: int
     loss.backward()
     assert 0 < loss.item() < 50
     assert f"num_classes={num_classes}" in repr(head)
+
+
+@pytest.mark.parametrize(("num_classes", "num_features"), [(99_999, 128), (100_000, 64)])
+def test_the_default_has_fewer_features_where_its_tree_is_large(num_classes: int, num_features: int) -> None:
+    sampler: Any = rf.SoftmaxHead(2, num_classes).sampler
+    assert sampler.feature_map.num_features == num_features
 
 
 # --- errors ---

@@ -29,24 +29,38 @@ def test_the_tensor_stays_as_it_is(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the hint is Linux's")
-def test_the_memory_of_large_heads_and_of_their_optimizer_is_marked() -> None:
+def test_the_memory_of_large_heads_and_of_their_optimizer_is_marked_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    marked: list[torch.Tensor] = []
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        # What has pages already keeps them.
+        assert int(mapped(tensor, "Rss:")[0]) < tensor.nbytes // 1024 // 2
+        marked.append(memory.in_huge_pages(tensor))
+        return tensor
+
+    for module in ("head", "optimizers"):
+        monkeypatch.setattr(f"rfsoftmax.{module}.in_huge_pages", noted)
     head = rf.SoftmaxHead(64, MANY // 64, "uniform")
     optimizer = rf.SparseAdam([head.weight])
     head(torch.randn(2, 64), torch.tensor([1, 2])).backward()
     optimizer.step()
     state = optimizer.state[head.weight]
-    for tensor in (head.weight, state["exp_avg"], state["exp_avg_sq"]):
-        assert "hg" in flags(tensor.data_ptr() + tensor.nbytes // 2)
+    held = (head.weight, state["exp_avg"], state["exp_avg_sq"])
+    assert [tensor.data_ptr() for tensor in marked] == [tensor.data_ptr() for tensor in held]
+    for tensor in held:
+        assert "hg" in mapped(tensor, "VmFlags:")
 
 
-def flags(address: int) -> list[str]:
-    """The kernel's flags of the mapping that holds an address."""
-    inside = False
+def mapped(tensor: torch.Tensor, name: str) -> list[str]:
+    """What the system says, by that name, of the mapping that holds the middle of a tensor."""
+    address, inside = tensor.data_ptr() + tensor.nbytes // 2, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, *rest = line.split()
-        if not name.endswith(":"):
-            low, high = (int(edge, 16) for edge in name.split("-"))
+        key, *rest = line.split()
+        if not key.endswith(":"):
+            low, high = (int(edge, 16) for edge in key.split("-"))
             inside = low <= address < high
-        elif inside and name == "VmFlags:":
+        elif inside and key == name:
             return rest
-    raise AssertionError("no mapping holds the address")
+    raise AssertionError("no mapping holds the tensor")

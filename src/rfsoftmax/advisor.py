@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import losses
 from .diagnostics import diagnose_logits
 from .groups import like_queries, restored
-from .head import DEFAULT_SAMPLER, Negatives, SoftmaxHead
+from .head import Negatives, SoftmaxHead, default_sampler
 from .optimizers import SparseAdam
 from .samplers import DEFAULT_TAU, KernelSampler, Sampler, make_sampler
 from .targets import Target, as_labels
@@ -119,7 +119,9 @@ def advise_head(head: SoftmaxHead, hidden: Tensor, target: Target, *, num_negati
     queries, labels = queries[kept], labels[kept]
     m = _num_negatives(head, num_negatives)
     options = _timed(head, head.num_classes, queries, labels, m)
-    probed = [_probe(head, option, candidate, queries, labels, m) for option, candidate in _pairs(options)]
+    probed = [
+        _probe(head, option, candidate, queries, labels, m) for option, candidate in _pairs(options, head.num_classes)
+    ]
     return _decide(head.num_classes, [replace(options[0], chi2=0.0, error=0.0), *probed])
 
 
@@ -130,18 +132,18 @@ def _num_negatives(head: SoftmaxHead, num_negatives: int | None) -> int:
     return m
 
 
-def _candidates() -> list[_Candidate]:
-    kernel = {**DEFAULT_SAMPLER}
-    name = kernel.pop("name")
+def _candidates(num_classes: int) -> list[_Candidate]:
+    kernel = default_sampler(num_classes)
+    name, num = kernel.pop("name"), kernel["num_features"]
     few, small = {**kernel, "num_features": 32}, {**kernel, "block_size": 16}
 
     def flat(_: float) -> float:
         return 1.0
 
     return [
-        _Candidate("the default (D 128, blocks of 64)", name, kernel, "per_example", math.log),
+        _Candidate(f"the default (D {num}, blocks of 64)", name, kernel, "per_example", math.log),
         _Candidate("anchored orf, D 32", name, few, "per_example", math.log),
-        _Candidate("anchored orf, D 128, blocks of 16", name, small, "per_example", math.log),
+        _Candidate(f"anchored orf, D {num}, blocks of 16", name, small, "per_example", math.log),
         _Candidate("moment", "moment", {}, "per_example", math.sqrt),
         _Candidate("the default, 16 groups of queries", name, kernel, 16, math.log),
         _Candidate("the default, shared negatives", name, kernel, "shared", math.log),
@@ -150,15 +152,15 @@ def _candidates() -> list[_Candidate]:
     ]
 
 
-def _pairs(options: list[Option]) -> list[tuple[Option, _Candidate]]:
-    return list(zip(options[1:], _candidates(), strict=True))
+def _pairs(options: list[Option], num_classes: int) -> list[tuple[Option, _Candidate]]:
+    return list(zip(options[1:], _candidates(num_classes), strict=True))
 
 
 def _timed(head: SoftmaxHead, num_classes: int, hidden: Tensor, labels: Tensor, m: int) -> list[Option]:
     """The options with their times, on the head's first classes."""
     num_full, num_sampled = (min(head.num_classes, most) for most in (_MAX_FULL, _MAX_SAMPLED))
     steps = [_full_step(head, num_full, hidden, labels)]
-    steps += [_sampled_step(head, num_sampled, candidate, hidden, labels, m) for candidate in _candidates()]
+    steps += [_sampled_step(head, num_sampled, candidate, hidden, labels, m) for candidate in _candidates(num_classes)]
     times = _interleaved(steps)
     full = Option(
         "full softmax",
@@ -169,7 +171,7 @@ def _timed(head: SoftmaxHead, num_classes: int, hidden: Tensor, labels: Tensor, 
         None,
     )
     options = [full]
-    for candidate, milliseconds in zip(_candidates(), times[1:], strict=True):
+    for candidate, milliseconds in zip(_candidates(num_classes), times[1:], strict=True):
         grown = milliseconds * candidate.growth(num_classes) / candidate.growth(num_sampled)
         code = _code(head, num_classes, candidate, m)
         options.append(Option(candidate.name, code, grown, num_sampled, None, None))

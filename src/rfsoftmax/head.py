@@ -21,24 +21,14 @@ Loss = Literal["softmax", "absolute", "nce"]
 Labels = Literal["pick_all", "pick_one"]
 Reduction = Literal["mean", "sum", "none"]
 
-# The best of all by measurement (docs/samplers.md).
-DEFAULT_SAMPLER: dict[str, Any] = {
-    "name": "orf",
-    "num_features": 128,
-    "anchor": True,
-    "nu": "auto",
-    "tolerance": 0.1,
-    "half_rows": True,
-    "draws_per_block": 4,
-    "follow_every": 8,
-}
-
+# Classes from which on the tree's nodes come from memory: fewer features then save time, at little chi2.
+_MANY_CLASSES = 100_000
 # Rows that a visit keeps to see whether the weight has moved.
 _NUM_WITNESSES = 64
 # Visits kept apart, or `update_every` if that is more.
 _MAX_VISITS = 16
 # Negatives of a forward below which the sampler looks at all of them.
-_LEAST_FOLLOWED = 4096
+_LEAST_FOLLOWED = 1024
 # Forwards until the first rebuild: enough to show the sampler where the queries lie.
 _FIRST_ROUND = 16
 
@@ -61,7 +51,7 @@ class SoftmaxHead(nn.Module):
         F.cross_entropy(tau * F.normalize(hidden) @ F.normalize(weight).T, target)
 
     - `sampler`: a `Sampler`, or a name for `make_sampler`; by default an anchored `KernelSampler` with 128 orthogonal
-      frequencies, exact leaves of 64 classes and a nu that is chosen at each rebuild.
+      frequencies (64 from 100,000 classes on), exact leaves of 64 classes and a nu that is chosen at each rebuild.
     - `bias` adds a learned b_i, 0 at first, to a class's logit. Samplers with an anchor follow it exactly.
     - `normalize` gives h and c_i unit length, as the paper does. tau is then the inverse temperature.
     - `negatives`: "per_example" draws m for each row; "shared" one set of m for the whole batch, which makes the logits
@@ -132,7 +122,7 @@ class SoftmaxHead(nn.Module):
         self.weight = nn.Parameter(weight.normal_().div_(math.sqrt(dim)))
         self.bias = nn.Parameter(torch.zeros(num_classes)) if bias else None
         if sampler is None or isinstance(sampler, str):
-            options: dict[str, Any] = {"name": sampler} if sampler else DEFAULT_SAMPLER
+            options: dict[str, Any] = {"name": sampler} if sampler else default_sampler(num_classes)
             sampler = make_sampler(**options, num_classes=num_classes, dim=dim, tau=tau, absolute=loss == "absolute")
         self.sampler = checked_sampler(sampler, num_classes, dim, tau, loss == "absolute")
         # What the sampler has not seen yet: forwards whose rows may have moved since.
@@ -355,6 +345,20 @@ class SoftmaxHead(nn.Module):
             state_dict.update({name: value for name, value in own.items() if name != misfit})
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._stale = self._stale or misfit is None
+
+
+def default_sampler(num_classes: int) -> dict[str, Any]:
+    """The name and options for `make_sampler` of the best sampler by measurement (docs/samplers.md)."""
+    return {
+        "name": "orf",
+        "num_features": 128 if num_classes < _MANY_CLASSES else 64,
+        "anchor": True,
+        "nu": "auto",
+        "tolerance": 0.1,
+        "half_rows": True,
+        "draws_per_block": 4,
+        "follow_every": 32,
+    }
 
 
 def checked_num_negatives(num_negatives: int | None, num_classes: int) -> int:

@@ -14,7 +14,7 @@ from .threads import spread
 from .vectors import embedded, prefetch
 
 # Rows whose state is fetched ahead of its use.
-_AHEAD = 4
+_AHEAD = 8
 
 
 @final
@@ -50,7 +50,7 @@ class SparseAdam(torch.optim.SparseAdam):
         if not state:
             state["step"] = 0
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = in_huge_pages(torch.zeros_like(parameter))
+                state[name] = in_huge_pages(torch.empty_like(parameter)).zero_()
         state["step"] += 1
         ids, values = _rows_once(parameter.grad)  # type: ignore[arg-type]
         if not values.size:

@@ -13,7 +13,6 @@ from torch import Generator, Tensor, nn
 from . import losses
 from .groups import restored
 from .head import (
-    DEFAULT_SAMPLER,
     Labels,
     Loss,
     Negatives,
@@ -23,6 +22,7 @@ from .head import (
     _pick_one,
     checked_num_negatives,
     checked_sampler,
+    default_sampler,
 )
 from .ranks import Ranks, deliver, gather, total
 from .samplers import DEFAULT_TAU, Sampler, make_sampler
@@ -139,7 +139,8 @@ class ShardedSoftmaxHead(nn.Module):
                 update_every=update_every,
                 rebuild_every=rebuild_every,
             )
-            made = _made_sampler(sampler, self.classes, dim, tau, loss == "absolute")
+            named = default_sampler(num_classes) if sampler is None else sampler
+            made = _made_sampler(named, self.classes, dim, tau, loss == "absolute")
         self.shard.sampler = checked_sampler(made, own, dim, tau, loss == "absolute")
         self.shard.num_classes = own
         if own == 1:
@@ -348,8 +349,8 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 
 def _made_sampler(given: Any, classes: range, dim: int, tau: float, absolute: bool) -> Sampler:
-    if given is None or isinstance(given, str):
-        options: dict[str, Any] = {"name": given} if given else DEFAULT_SAMPLER
+    if isinstance(given, str | dict):
+        options: dict[str, Any] = {"name": given} if isinstance(given, str) else given
         size: dict[str, Any] = {"num_classes": len(classes), "first": classes.start}
         return make_sampler(**options, **size, dim=dim, tau=tau, absolute=absolute)
     made: Any = given if isinstance(given, nn.Module) else given(classes)

@@ -31,7 +31,9 @@ SAMPLERS = {
     "positive": Entry("O(D d + m D log n)", "positive random features of the exponential kernel"),
 }
 METHODS = {
-    "default": Entry("O(D d + m D log n)", "the head's own: anchored orf, D = 128, exact leaves of 64, nu calibrated"),
+    "default": Entry(
+        "O(D d + m D log n)", "the head's own: anchored orf, D = 128 or 64, exact leaves of 64, nu calibrated"
+    ),
     "full": Entry("O(n d)", "no sampling: the full softmax, streamed over the classes"),
     "adaptive": Entry("O(n d / 10)", "torch's AdaptiveLogSoftmaxWithLoss, with frequent classes first"),
     "nce": Entry("O(m)", "noise-contrastive estimation with the unigram sampler, and a bias for each class"),

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ..head import DEFAULT_SAMPLER, SoftmaxHead
+from ..head import SoftmaxHead, default_sampler
 from ..samplers import Sampler, make_sampler
 from ..sharded import ShardedSoftmaxHead
 from ..targets import Target, as_labels
@@ -141,7 +141,7 @@ def sampler_of(config: Config, counts: Tensor, classes: range | None = None) -> 
     check_options(config.method, config.sampler_options)
     options: dict[str, Any] = {"name": "unigram" if config.method == "nce" else config.method}
     if config.method == "default":
-        options = {**DEFAULT_SAMPLER}
+        options = default_sampler(len(counts))
     options |= config.sampler_options
     absolute = is_absolute(config)
     first = 0 if classes is None else classes.start

@@ -3,7 +3,7 @@
 import inspect
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from ..head import DEFAULT_SAMPLER
+from ..head import default_sampler
 from ..samplers import _FEATURE_MAPS, _OTHERS, KernelSampler
 from .catalogue import METHODS, UNSAMPLED
 
@@ -67,7 +67,7 @@ def options_of(method: str) -> dict[str, Option]:
     """The options of a method, by name."""
     if method in UNSAMPLED:
         return {}
-    fixed = DEFAULT_SAMPLER if method == "default" else {"name": "unigram" if method == "nce" else method}
+    fixed = default_sampler(1) if method == "default" else {"name": "unigram" if method == "nce" else method}
     name = fixed["name"]
     makers: list[type] = [_OTHERS[name]] if name in _OTHERS else [_FEATURE_MAPS[name], KernelSampler]
     parameters = {key: value for maker in makers for key, value in inspect.signature(maker).parameters.items()}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..head import DEFAULT_SAMPLER
+from ..head import default_sampler
 from ..losses import full_softmax_loss, sampled_softmax_loss
 from ..samplers import DEFAULT_TAU, ExactSampler, KernelSampler, Sampler, make_sampler
 from .timing import interleaved
@@ -67,7 +67,7 @@ def samplers(num_classes: int, features: Sequence[int], others: bool) -> dict[st
     for num in features:
         made[f"rff D={num}"] = make_sampler("rff", num_features=num, **kernel)
     if others:
-        made["default"] = make_sampler(**DEFAULT_SAMPLER, **sizes)
+        made["default"] = make_sampler(**default_sampler(num_classes), **sizes)
         for name in ("orf", "sorf", "maclaurin", "positive"):
             made[f"{name} D=128"] = make_sampler(name, num_features=128, **kernel)
         made["unigram"] = make_sampler("unigram", counts=1 / torch.arange(1.0, num_classes + 1), **sizes)

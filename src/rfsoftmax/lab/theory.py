@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from ..diagnostics import Diagnosis, GradientBias, diagnose, diagnose_logits, gradient_bias
 from ..features import RandomFourier
-from ..head import DEFAULT_SAMPLER, SoftmaxHead
+from ..head import SoftmaxHead, default_sampler
 from ..samplers import KernelSampler, make_sampler
 from . import commands
 from .measurements import MissingRunError, trained_run
@@ -52,7 +52,7 @@ _SAMPLERS: dict[str, dict[str, Any]] = {
     "Quadratic": {"name": "exact", "quadratic": 100.0},
     "Rff, D = 1024": {"name": "rff", "num_features": 1024, "nu": 4.0, "block_size": 1, "leaf": "kernel"},
     "MIDX": {"name": "midx"},
-    "default": DEFAULT_SAMPLER,
+    "default": {},  # the head's own
     "EXP": {"name": "exact"},
 }
 
@@ -82,6 +82,7 @@ class Problem:
         """A head with these embeddings, whose sampler has met the queries seen before and draws independently."""
         tau = self.tau if tau is None else tau
         n, dim = self.weight.shape
+        options = options or default_sampler(n)
         sampler = make_sampler(num_classes=n, dim=dim, tau=tau, counts=self.counts, **options)
         head = SoftmaxHead(dim, n, sampler, 1, tau, labels=self.labels)  # type: ignore[arg-type]
         head.weight.data.copy_(self.weight)

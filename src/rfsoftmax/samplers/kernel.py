@@ -38,8 +38,8 @@ class KernelSampler(AnchoredSampler):
     - `tolerance`: `update` leaves a class as it is until its logit for some query of unit length may have moved by
       more, tau |c' - c| + |b' - b|: most negatives move little, and their q a little late is exact all the same.
     - `follow_every`: of the thousands of negatives that a head draws it lets the sampler look at those of every so
-      many-th query alone, in turn, for what has moved. A class that is drawn often is looked at soon all the same, any
-      other after about so many draws of it: q is rougher meanwhile, at a fraction of the cost.
+      many-th query alone, in turn, for what has moved, if they are a thousand. A class that is drawn often is looked at
+      soon all the same, any other after about so many draws of it: q is rougher meanwhile, at a fraction of the cost.
     - `draws_per_block`: so many draws, stratified in the block, for each walk down the tree of a stratified draw for a
       query of its own. Each follows q by itself, but they share the block and with it the error of its mass: Z' has the
       variance of m / draws_per_block walks, which with exact leaves is small already, at a fraction of their cost.
