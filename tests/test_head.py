@@ -435,7 +435,8 @@ def test_gradient_accumulation_refreshes_the_rows_of_every_forward(update_every:
 def test_of_thousands_of_negatives_the_sampler_looks_at_those_of_every_third_query_in_turn(
     rows: int, followed_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = make_head(sampler=small_rff(follow_every=3))  # five negatives a row: 1,024 in all are reached with 205 rows
+    head = make_head(sampler=small_rff(follow_every=3))
+    head._following = 3  # five negatives a row: 1,024 in all are reached with 205 rows
     drawn: list[Tensor] = []
     draw = head._draw
 
@@ -449,6 +450,20 @@ def test_of_thousands_of_negatives_the_sampler_looks_at_those_of_every_third_que
         head(hidden_of(rows), target_of(rows))
         expected = torch.cat([drawn[-1][forward % followed_every :: followed_every].flatten(), target_of(rows)])
         assert torch.equal(head._visits[-1].ids, expected)
+
+
+def test_the_faster_classes_move_the_more_of_them_the_sampler_looks_at() -> None:
+    head = make_head(sampler=small_rff(follow_every=8))
+    found: list[int] = []
+    for step in (0.0, 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 1.0, 1e-3):  # before each forward, of every class
+        direction = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(len(found)))
+        head.weight.data += step * F.normalize(direction, dim=1)
+        head(hidden_of(300), target_of(300))
+        found.append(head._following)
+    assert found == [1, 2, 4, 8, 8, 4, 2, 4]
+    copy = make_head(sampler=small_rff(follow_every=8))
+    copy.load_state_dict(head.state_dict())
+    assert copy._following == 4
 
 
 def test_a_rebuild_between_forward_and_step_loses_no_row() -> None:

@@ -1001,9 +1001,10 @@ def test_stale_rows_are_those_past_the_tolerance(normalize: bool, half_rows: boo
     bias, ids = 0.2 * torch.rand(200, generator=seeded(8)), torch.randint(200, (500,), generator=seeded(9))
     rows = F.normalize(moved, dim=1) if normalize else moved
     shift = sampler.tau * (rows - sampler.tree.rows.float()[sampler.position[:-1].long()]).norm(dim=1) + bias
-    found = sampler._stale(ids, moved, bias, normalize)
+    found, mean_shift = sampler._stale(ids, moved, bias, normalize)
+    assert mean_shift == pytest.approx(float(shift[ids].mean()), rel=1e-4)
     assert torch.equal(found.sort().values, ids[shift[ids] > 0.3].unique())
     assert 0 < len(found) < len(ids.unique())
     assert (sampler._positions(found).diff() > 0).all()
     moved[7] = torch.nan
-    assert 7 in sampler._stale(torch.tensor([7, 8]), moved, None, normalize)
+    assert 7 in sampler._stale(torch.tensor([7, 8]), moved, None, normalize)[0]

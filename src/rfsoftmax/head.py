@@ -29,6 +29,8 @@ _NUM_WITNESSES = 64
 _MAX_VISITS = 16
 # Negatives of a forward below which the sampler looks at all of them.
 _LEAST_FOLLOWED = 1024
+# How far logits may move on average before the sampler looks: more, and it is to look more often.
+_FAR = 1.0
 # Forwards until the first rebuild: enough to show the sampler where the queries lie.
 _FIRST_ROUND = 16
 
@@ -129,6 +131,7 @@ class SoftmaxHead(nn.Module):
         self._visits: list[_Visit] = []
         self._forwards = 0  # since the last rebuild
         self._all_forwards = 0
+        self._following = 1  # of so many queries the negatives of one are looked at
         self._stale = True
 
     def forward(self, hidden: Tensor, target: Target, *, generator: Generator | None = None) -> Tensor:
@@ -296,8 +299,12 @@ class SoftmaxHead(nn.Module):
         elif len(self._visits) >= self.update_every and (num_moved := self._num_moved()):
             with torch.inference_mode(False), torch.no_grad():
                 ids = torch.cat([visit.ids.to(self.weight.device) for visit in self._visits[:num_moved]])
-                self.sampler._follow(ids, self.weight, self.bias, self.normalize)
+                shift = self.sampler._follow(ids, self.weight, self.bias, self.normalize)
             del self._visits[:num_moved]
+            if shift > _FAR:
+                self._following = max(1, self._following // 2)
+            elif shift < _FAR / 2:
+                self._following = min(2 * self._following, self.sampler.follow_every)
 
     def _num_moved(self) -> int:
         """How many visits, from the first on, have had an optimizer's step after them.
@@ -316,7 +323,7 @@ class SoftmaxHead(nn.Module):
 
     def _touch(self, ids: Tensor, labels: Tensor) -> None:
         """Take note of the negatives ids (B, m), or as many as the sampler is to look at, and of the labels (B, P)."""
-        every = min(self.sampler.follow_every, 1 + ids.numel() // _LEAST_FOLLOWED)
+        every = min(self._following, 1 + ids.numel() // _LEAST_FOLLOWED)
         ids = ids[self._all_forwards % every :: every]
         self._forwards += 1
         self._all_forwards += 1
@@ -332,10 +339,10 @@ class SoftmaxHead(nn.Module):
             self._visits.append(visit)
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor([self._forwards, self._all_forwards])
+        return torch.tensor([self._forwards, self._all_forwards, self._following])
 
     def set_extra_state(self, state: Tensor) -> None:
-        self._forwards, self._all_forwards = (int(count) for count in state)
+        self._forwards, self._all_forwards, self._following = (int(count) for count in state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """As torch does; but with a tensor of another shape, which torch will report, all others stay as they are."""

@@ -23,19 +23,20 @@ class Limits(NamedTuple):
 
 def stale(
     tree: Tree, ids: Tensor, positions: Tensor, weight: Tensor, bias: tuple[Tensor, Tensor] | None, limits: Limits
-) -> Tensor:
+) -> tuple[Tensor, float]:
     """Those of ids (k,) whose logit may have moved by more than the limit, by weight (n, d), the tree's rows and both
-    biases (n,), new by id and old by position; `positions` (n + 1,) has the position of each id.
+    biases (n,), new by id and old by position, and how far all may have on average; `positions` (n + 1,) has the
+    position of each id.
 
     What is not finite counts as moved: it is for others to raise.
     """
-    chosen = torch.empty(len(ids), dtype=torch.bool)
+    moved = tree.offsets.new_empty(len(ids))
     none = torch.zeros(0, dtype=tree.offsets.dtype)
     new_bias, old_bias = (t.detach().contiguous().numpy() for t in bias or (none, none))
     source = (weight.detach().contiguous().numpy(), row_array(tree.rows), new_bias, old_bias)
-    places, i, out = positions.numpy(), ids.numpy(), chosen.numpy()
+    places, i, out = positions.numpy(), ids.numpy(), moved.numpy()
     spread(_stale, (source, i, places, limits, out), len(ids), 3 * weight.shape[1])
-    return ids[chosen]
+    return ids[~(moved <= limits.tolerance)], float(moved.mean())
 
 
 def distinct(ids: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ def _stale(
         moved = limits.tau * np.sqrt(total)
         if new_bias.shape[0]:
             moved += abs(new_bias[ids[k]] - old_bias[positions[ids[k]]])
-        out[k] = not moved <= limits.tolerance
+        out[k] = moved
 
 
 @embedded

@@ -394,4 +394,4 @@ def _take_state(head: "ShardedSoftmaxHead", state: dict[str, Any], prefix: str, 
     for name in [name for name in state if name.startswith((f"{prefix}sampler.", f"{prefix}_extra_state"))]:
         del state[name]
     state |= {f"{prefix}shard.sampler.{name}": value for name, value in head.sampler.state_dict().items()}
-    state[f"{prefix}shard._extra_state"] = torch.zeros(2, dtype=torch.int64)
+    state[f"{prefix}shard._extra_state"] = torch.tensor([0, 0, 1])

@@ -191,6 +191,26 @@ def less(x: float, times: float, high: float, low: float) -> float:
     return x - times * high - times * low
 
 
+@intrinsic
+def _greater(context: Any, x: Any, y: Any) -> Any:
+    """The greater of two floats of one type that are not NaN: loops without heed of NaN use vector instructions."""
+
+    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = arguments[0].type
+        maxnum = builder.module.declare_intrinsic("llvm.maxnum", [kind], ir.FunctionType(kind, [kind, kind]))
+        return builder.call(maxnum, arguments, fastmath=("nnan", "nsz"))
+
+    return x(x, x), make
+
+
+@embedded
+def greatest(x: np.ndarray, size: int) -> float:
+    found = x[0]
+    for i in range(size):
+        found = _greater(found, x[i])
+    return found
+
+
 @embedded
 def exp(x: np.ndarray, largest: float, out: np.ndarray, size: int) -> None:
     """exp(x - largest) for x <= largest, exact to out's type and vectorised: 2^k times a series; at least 1e-37."""

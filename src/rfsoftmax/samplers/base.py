@@ -149,12 +149,13 @@ class Sampler(nn.Module, ABC):
             log_q = self._log_prob(hidden, ids.long().reshape(rows, -1), excluded, shared)
         return log_q.float().view(ids.shape)
 
-    def _follow(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> None:
+    def _follow(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> float:
         """`update` for those rows of weight (n, d) and bias (n,) that ids (k,) name, repeats allowed, and that moved.
 
-        As in `rebuild`, with `normalize` it is the rows brought to unit length that count.
+        As in `rebuild`, with `normalize` it is the rows brought to unit length that count. Returns how far logits may
+        have moved on average, inf if that is not known.
         """
-        ids = self._stale(ids, weight, bias, normalize)
+        ids, shift = self._stale(ids, weight, bias, normalize)
         rows = ClassRows(weight, normalize)[ids]
         if not torch.isfinite(rows.sum()) and bool((bad := ~torch.isfinite(rows).all(1)).any()):
             raise ValueError(f"weight: expected finite values, got NaN or inf in row {int(ids[bad][0])}")
@@ -165,6 +166,7 @@ class Sampler(nn.Module, ABC):
         if len(ids):
             with no_autocast(rows.device):
                 self._update(ids, rows, bias)
+        return shift
 
     def _logit_kind(self) -> tuple[float | None, bool | None]:
         """tau and `absolute` of the logits that q is to be close to; None for one that q does not depend on."""
@@ -173,9 +175,10 @@ class Sampler(nn.Module, ABC):
     def _observe(self, hidden: Tensor) -> None:
         """Take note of a batch of queries (B, d), before a draw for them."""
 
-    def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> Tensor:
-        """Those of ids (k,), repeats allowed, whose rows the sampler is to be given anew, each once, in any order."""
-        return ids.unique()
+    def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> tuple[Tensor, float]:
+        """Those of ids (k,), repeats allowed, whose rows the sampler is to be given anew, each once, in any order; and
+        how far the logits of all may have moved on average, inf if that is not known."""
+        return ids.unique(), torch.inf
 
     def _moved(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor | slice:
         """Which of the rows (k, d) of ids (k,) have moved so far that `_update` is to see them."""

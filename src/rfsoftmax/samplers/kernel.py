@@ -38,8 +38,8 @@ class KernelSampler(AnchoredSampler):
     - `tolerance`: `update` leaves a class as it is until its logit for some query of unit length may have moved by
       more, tau |c' - c| + |b' - b|: most negatives move little, and their q a little late is exact all the same.
     - `follow_every`: of the thousands of negatives that a head draws it lets the sampler look at those of every so
-      many-th query alone, in turn, for what has moved, if they are a thousand. A class that is drawn often is looked at
-      soon all the same, any other after about so many draws of it: q is rougher meanwhile, at a fraction of the cost.
+      many-th query alone, in turn, for what has moved, if they are a thousand, and at more while classes move fast. A
+      class that is drawn often is looked at soon all the same, any other after about so many draws of it.
     - `draws_per_block`: so many draws, stratified in the block, for each walk down the tree of a stratified draw for a
       query of its own. Each follows q by itself, but they share the block and with it the error of its mass: Z' has the
       variance of m / draws_per_block walks, which with exact leaves is small already, at a fraction of their cost.
@@ -180,14 +180,14 @@ class KernelSampler(AnchoredSampler):
             moved = moved + (bias.to(self.bias) - self.bias[positions]).abs()
         return moved > self.tolerance
 
-    def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> Tensor:
+    def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> tuple[Tensor, float]:
         """The same of the rows of weight; in the order of their positions."""
         if self._walk() is not kernels or weight.device.type != "cpu" or weight.dtype != self.bias.dtype:
-            return ids.unique()
+            return super()._stale(ids, weight, bias, normalize)
         limits = row_kernels.Limits(self.tau, self.tolerance, normalize)
         biases = None if bias is None else (bias, self.bias)
-        moved = row_kernels.stale(self.tree, ids, self.position, weight, biases, limits)
-        return self._classes(row_kernels.distinct(self._positions(moved)))
+        moved, shift = row_kernels.stale(self.tree, ids, self.position, weight, biases, limits)
+        return self._classes(row_kernels.distinct(self._positions(moved))), shift
 
     def _replace(self, positions: Tensor, rows: Tensor, bias: Tensor) -> None:
         """Take in new rows and biases, also in the leaves' sums."""
