@@ -290,12 +290,12 @@ def _enter(
 
 
 @inlined
-def _first_turned(u: float, each: int) -> int:
-    """The first e for which u + e / each is turned round the end; each, if none is."""
-    e = 0
-    while e < each and u + e / each < 1.0:
-        e += 1
-    return e
+def _searched(cdf: np.ndarray, end: int, mass: float) -> int:
+    """How many of cdf[:end] are at most `mass`: all are looked at, which takes less than to stop early."""
+    found = 0
+    for k in range(end):
+        found += cdf[k] <= mass
+    return found
 
 
 @embedded
@@ -327,7 +327,7 @@ def _draw(
     walk = (queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds)
     # Where the next entry goes: of an inner node on the next level, or of a leaf.
     ends = np.empty(2, np.int64)
-    logits, masses = np.empty((2, block_size), phi.dtype), np.empty(block_size, phi.dtype)
+    logits, masses, cdf = np.empty((2, block_size), phi.dtype), np.empty(block_size, phi.dtype), np.empty(block_size)
     for low in range(start, stop, group):
         here, there, count, level = 0, room, min(group, stop - low), 0
         ends[1] = 2 * room
@@ -404,19 +404,16 @@ def _draw(
                 end = size - 1
                 while end > 0 and masses[end] == 0.0:
                     end -= 1
-                log_path, k, summed = log_paths[i] + np.log(paths[i] / total) - largest, 0, 0.0
+                summed = 0.0
+                for k in range(end + 1):
+                    summed += masses[k]
+                    cdf[k] = summed
+                log_path = log_paths[i] + np.log(paths[i] / total) - largest
                 for j in range(firsts[i], lasts[i]):
                     place = each * turned(j, turns[query], num)
-                    turn = _first_turned(u[query, j], each)
-                    if each > 1 or j == firsts[i]:  # else they go on ascending
-                        k, summed = 0, np.float64(masses[0])
-                    for ascending in range(each):
-                        e = turned(ascending, turn, each)
+                    for e in range(each):
                         v = u[query, j] + e / each
-                        mass = (v - 1.0 if e >= turn else v) * total
-                        while k < end and summed <= mass:
-                            k += 1
-                            summed += masses[k]
+                        k = _searched(cdf, end, (v if v < 1.0 else v - 1.0) * total)
                         positions[b, place + e] = block_start + k
                         log_q[b, place + e] = log_path + own[k]
             first = last
