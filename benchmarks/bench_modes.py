@@ -114,6 +114,7 @@ def measure(name: str, point: Checkpoint, options: argparse.Namespace) -> list[d
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     sets = list(dict.fromkeys(row["data"] for row in rows))
     figure = Figure(figsize=(5 * len(sets), 4.5), layout="constrained")
@@ -128,6 +129,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         full = min(of_full)
         axis.axvline(full, color="grey", linestyle="--")
         axis.set(xscale="log", yscale="log", xlabel="ms a step (dashed: full softmax)", ylabel="chi2 / m", title=name)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
