@@ -24,6 +24,8 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/bench_step.py
 	$(BIN)/python benchmarks/bench_step.py --profile
 	$(BIN)/python benchmarks/bench_memory.py
+	$(BIN)/python benchmarks/bench_memory.py --dtype bfloat16 --num-classes 1000000 10000000 --largest-baseline 0 \
+		--output results/bench_memory_bfloat16.csv
 	$(BIN)/python benchmarks/bench_update.py
 	$(BIN)/python benchmarks/bench_sharded.py
 	$(BIN)/python benchmarks/bench_ranks.py

@@ -73,9 +73,9 @@ def ranks_table() -> list[str]:
     return lines
 
 
-def measured_table(path: Path) -> list[str]:
-    with path.open() as file:
-        rows = [row for row in csv.DictReader(file) if row["method"].startswith("ours")]
+def measured_table(paths: list[Path]) -> list[str]:
+    found = [row for path in paths for row in csv.DictReader(path.read_text().splitlines())]
+    rows = [row for row in found if row["method"].startswith("ours")]
     heading = "| measured | n | formula | peak | peak less imports | the same over embeddings and optimizer |"
     lines = [heading, "|---" * 6 + "|"]
     for row in rows:
@@ -98,7 +98,7 @@ def _ranks(number: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measured", type=Path, help="rows of bench_memory.py to set beside the formula")
+    parser.add_argument("--measured", type=Path, nargs="+", help="rows of bench_memory.py to set beside the formula")
     options = parser.parse_args()
     tables = [parts_table(1e7, 64), ranks_table()]
     tables += [measured_table(options.measured)] if options.measured else []
