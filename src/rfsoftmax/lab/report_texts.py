@@ -47,8 +47,8 @@ ABOUT = {
         "Figure 3: all methods on Penn Treebank",
         "Validation perplexity by epoch with m = 100: the full softmax, EXP, Uniform, Quadratic with the absolute "
         "softmax, RF-softmax with D = 1024.",
-        f"{_PTB_MODEL} 10 epochs; several seeds for the full softmax and our default: their spread is the yardstick; one "
-        "for the others. Quadratic's q is computed over all classes: the same distribution as by its tree of d² "
+        f"{_PTB_MODEL} 10 epochs; several seeds for the full softmax and our default, whose spread is the yardstick, "
+        "one for the others. Quadratic's q is computed over all classes: the same distribution as by its tree of d² "
         "features, sooner had here. Unigram, MIDX and our default (an anchored tree with exact leaves) are not in the "
         f"paper. {_AS_DRAWN} {_TIMES}",
     ),
