@@ -88,7 +88,7 @@ def test_falling_keys_order_floats_as_a_stable_sort_does() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 7, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{}, {"anchor": True}, {"half_rows": True}, {"leaf": "kernel"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"anchor": True}, {"byte_rows": True}, {"leaf": "kernel"}], ids=str)
 @pytest.mark.parametrize(("n", "dim"), [(2, 1), (65, 6), (507, 7)])
 def test_compiled_sums_are_those_of_torch(n: int, dim: int, options: dict, dtype: torch.dtype, block_size: int) -> None:
     weight, bias = 3 * torch.randn(n, dim, generator=seeded(0)), torch.randn(n, generator=seeded(1))
@@ -132,10 +132,10 @@ def test_an_update_in_any_order_gives_a_leaf_to_one_thread(monkeypatch: pytest.M
     assert bool((seen[0].diff() > 0).all())  # threads take whole runs of a leaf's positions
 
 
-@pytest.mark.parametrize("half_rows", [False, True])
-def test_a_rebuild_writes_where_the_last_one_did(half_rows: bool) -> None:
+@pytest.mark.parametrize("byte_rows", [False, True])
+def test_a_rebuild_writes_where_the_last_one_did(byte_rows: bool) -> None:
     weight, hidden = problem(300)
-    sampler = make("orf", 300, anchor=True, half_rows=half_rows)
+    sampler = make("orf", 300, anchor=True, byte_rows=byte_rows)
 
     def places() -> list[int]:
         return [t.data_ptr() for t in (sampler.tree.rows, sampler.tree.sums, sampler.bias)]
@@ -144,7 +144,7 @@ def test_a_rebuild_writes_where_the_last_one_did(half_rows: bool) -> None:
     before = places()
     sampler.rebuild(-weight)
     assert places() == before
-    fresh = make("orf", 300, anchor=True, half_rows=half_rows)
+    fresh = make("orf", 300, anchor=True, byte_rows=byte_rows)
     fresh.rebuild(-weight)
     assert torch.equal(all_log_probs(sampler, hidden), all_log_probs(fresh, hidden))
 

@@ -301,18 +301,19 @@ class TestOrthogonalFourier(KernelContract):
         return rf.OrthogonalFourier(DIM, 32, nu=2.0, generator=seeded(seed))
 
 
-class TestHalfRows(TestOrthogonalFourier):
+class TestByteRows(TestOrthogonalFourier):
     """The laws hold for the rounded class embeddings, and q is that of these."""
 
     drawn = ("b1-exact-torch", "b7-exact-numba-anchor")
 
     def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.KernelSampler:
-        return rf.KernelSampler(self.make_map(seed), tau=TAU, half_rows=True, **options)
+        return rf.KernelSampler(self.make_map(seed), tau=TAU, byte_rows=True, **options)
 
     def exact_probs(
         self, sampler: rf.Sampler, weight: Tensor, hidden: Tensor, exclude: Tensor | None, shared: bool
     ) -> Tensor:
-        return super().exact_probs(sampler, weight.bfloat16(), hidden, exclude, shared)
+        units = weight.abs().amax(1, keepdim=True) / 127
+        return super().exact_probs(sampler, (weight / units).round() * units, hidden, exclude, shared)
 
 
 class TestDrawsPerBlock(TestOrthogonalFourier):
@@ -932,15 +933,15 @@ def test_nu_is_the_lesser_of_tau_and_half_the_log_of_num_features(tau: float, nu
             "quadratic",
             {"num_features": 8},
             TypeError,
-            "options of 'quadratic': expected any of absolute, alpha, anchor, backend, beta, block_size, calibrate, "
-            "draws_per_block, floor, follow_every, half_rows, leaf, stratified, tolerance, got num_features",
+            "options of 'quadratic': expected any of absolute, alpha, anchor, backend, beta, block_size, byte_rows, "
+            "calibrate, draws_per_block, floor, follow_every, leaf, stratified, tolerance, got num_features",
         ),
         (
             "rff",
             {"blocksize": 8},
             TypeError,
-            "options of 'rff': expected any of absolute, anchor, backend, block_size, calibrate, draws_per_block, "
-            "floor, follow_every, generator, half_rows, leaf, nu, num_features, stratified, tolerance, got blocksize",
+            "options of 'rff': expected any of absolute, anchor, backend, block_size, byte_rows, calibrate, "
+            "draws_per_block, floor, follow_every, generator, leaf, nu, num_features, stratified, tolerance, got blocksize",
         ),
     ],
 )
@@ -993,14 +994,14 @@ def test_a_tree_whose_memory_moved_is_the_one_drawn_from(move: Callable[[rf.Kern
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("half_rows", [False, True])
-def test_stale_rows_are_those_past_the_tolerance(normalize: bool, half_rows: bool) -> None:
-    sampler, weight = drawn_once(tolerance=0.3, half_rows=half_rows)
+@pytest.mark.parametrize("byte_rows", [False, True])
+def test_stale_rows_are_those_past_the_tolerance(normalize: bool, byte_rows: bool) -> None:
+    sampler, weight = drawn_once(tolerance=0.3, byte_rows=byte_rows)
     scale = 1 + torch.rand(200, 1, generator=seeded(6)) if normalize else 1.0
     moved = scale * (weight + 0.05 * torch.rand(200, 1, generator=seeded(5)) * torch.randn(200, 8, generator=seeded(7)))
     bias, ids = 0.2 * torch.rand(200, generator=seeded(8)), torch.randint(200, (500,), generator=seeded(9))
     rows = F.normalize(moved, dim=1) if normalize else moved
-    shift = sampler.tau * (rows - sampler.tree.rows.float()[sampler.position[:-1].long()]).norm(dim=1) + bias
+    shift = sampler.tau * tree.shifts(sampler.tree, sampler.position[:-1].long(), rows) + bias
     found, mean_shift = sampler._stale(ids, moved, bias, normalize)
     assert mean_shift == pytest.approx(float(shift[ids].mean()), rel=1e-4)
     assert torch.equal(found.sort().values, ids[shift[ids] > 0.3].unique())

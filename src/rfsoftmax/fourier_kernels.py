@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .kernels import MAX_LOG_FACTOR, _arrays, _draw, leaf_arrays, path_cost
 from .threads import spread
-from .tree import Query, Tree
-from .vectors import cos_sin, dot, embedded, number, prefetch, row_array
+from .tree import Query, Tree, to_bytes
+from .vectors import cos_sin, dot, embedded, number, prefetch
 
 # Rows whose angles are made at once: each number of the frequencies that is read serves so many.
 TOGETHER = 4
@@ -108,8 +108,9 @@ def update(tree: Tree, positions: Tensor, rows: Tensor, bias: Tensor, fourier: F
     # One thread for all rows of a leaf.
     starts = np.flatnonzero(np.diff(leaves, prepend=-1))
     edges = np.append(starts, len(leaves))
-    new = (positions.numpy(), leaves, row_array(rows), bias.contiguous().numpy())
-    state = (tree.sums.numpy(), tree.weights.numpy(), row_array(tree.rows))
+    new_rows, new_units = to_bytes(rows) if tree.byte_rows else (rows.contiguous(), tree.units)
+    new = (positions.numpy(), leaves, new_rows.numpy(), new_units.numpy(), bias.contiguous().numpy())
+    state = (tree.sums.numpy(), tree.weights.numpy(), tree.rows.numpy(), tree.units.numpy())
     source, settings = fourier.arrays(), fourier.settings
     cost = 2 * _class_cost(fourier) * len(leaves) // len(starts)
     spread(_update, (new, source, settings, state, edges), len(starts), cost)
@@ -144,6 +145,14 @@ def products(frequencies: np.ndarray, rows: np.ndarray, out: np.ndarray) -> None
         for i in range(out.shape[1]):
             for k in range(TOGETHER):
                 out[k, i] += rows[k, j] * frequencies[j, i]
+
+
+@embedded
+def values(rows: np.ndarray, units: np.ndarray, i: int, out: np.ndarray) -> None:
+    """`Tree.values` of row i."""
+    unit = units[i] if units.shape[0] else out.dtype.type(1.0)
+    for j in range(out.shape[0]):
+        out[j] = unit * number(rows[i, j])
 
 
 @embedded
@@ -188,7 +197,7 @@ def _query_and_draw(
 def _query(source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: Settings, start: int, stop: int) -> None:
     """Fills the parts of the query in state, except `excluded`, from source = hidden, frequencies, anchor, bias."""
     hidden, frequencies, anchor, bias = source
-    features, floors, leaf, excluded, excluded_mass, excluded_weight, _, _, _, rows, _, _, _ = state
+    features, floors, leaf, excluded, excluded_mass, excluded_weight, _, _, _, rows, units, _, _, _ = state
     (dim, num), per_query = frequencies.shape, excluded.shape[1]
     scale, dtype = 1 / np.sqrt(num), hidden.dtype
     x, angles, psi = np.zeros((TOGETHER, dim), dtype), np.empty((TOGETHER, num), dtype), np.empty(2 * num, dtype)
@@ -206,8 +215,8 @@ def _query(source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: Set
         last = min(first + TOGETHER, stop * per_query)
         for i in range(first, last):
             position = excluded[i // per_query, i % per_query]
-            for j in range(dim if position >= 0 else 0):
-                x[i - first, j] = number(rows[position, j])
+            if position >= 0:
+                values(rows, units, position, x[i - first])
         products(frequencies, x, angles)
         for i in range(first, last):
             b, e = divmod(i, per_query)
@@ -230,7 +239,8 @@ def _update(
     stop: int,
 ) -> None:
     """The leaves number start to stop of those that change; leaf k has the places edges[k] to edges[k + 1] of `new`."""
-    (positions, leaves, new_rows, new_bias), (frequencies, anchor, bias), (sums, weights, rows) = new, source, state
+    (positions, leaves, new_rows, new_units, new_bias), (sums, weights, rows, units) = new, state
+    frequencies, anchor, bias = source
     (dim, num), end = frequencies.shape, edges[stop]
     scale, dtype, pairs = 1 / np.sqrt(num), sums.dtype, TOGETHER // 2
     # Old and new rows in turn.
@@ -240,9 +250,8 @@ def _update(
             prefetch(sums, leaves[i], leaves[i] + 1)
             prefetch(rows, positions[i], positions[i] + 1)
         for i in range(first, min(first + pairs, end)):
-            for j in range(dim):
-                x[2 * (i - first), j] = number(rows[positions[i], j])
-                x[2 * (i - first) + 1, j] = number(new_rows[i, j])
+            values(rows, units, positions[i], x[2 * (i - first)])
+            values(new_rows, new_units, i, x[2 * (i - first) + 1])
         products(frequencies, x, angles)
         for i in range(first, min(first + pairs, end)):
             position, leaf = positions[i], leaves[i]
@@ -255,3 +264,5 @@ def _update(
             for j in range(2 * num):
                 target[j] += after[j] - before[j]
             rows[position], bias[position] = new_rows[i], new_bias[i]
+            if units.shape[0]:
+                units[position] = new_units[i]

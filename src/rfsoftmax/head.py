@@ -362,7 +362,7 @@ def default_sampler(num_classes: int) -> dict[str, Any]:
         "anchor": True,
         "nu": "auto",
         "tolerance": 0.1,
-        "half_rows": True,
+        "byte_rows": True,
         "draws_per_block": 4,
         "follow_every": 32,
     }

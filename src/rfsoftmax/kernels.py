@@ -24,11 +24,9 @@ from .vectors import (
     exp,
     greatest,
     inlined,
-    number,
     prefetch,
     prefetch_columns,
     prefetch_number,
-    row_array,
     two_dots,
 )
 
@@ -42,13 +40,6 @@ _LEAST_KEPT = 0.05
 _GROUP = 1 << 15
 # Bytes of sums on their way at once, ahead of the node that is scored; at least two nodes.
 _FETCHED = 4096
-
-
-def shifts(tree: Tree, positions: Tensor, rows: Tensor) -> Tensor:
-    found = torch.empty(len(rows), dtype=tree.offsets.dtype)
-    old, places, new, out = row_array(tree.rows), positions.numpy(), row_array(rows), found.numpy()
-    spread(_shifts, (old, places, new, out), len(rows), rows.shape[1])
-    return found
 
 
 def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
@@ -90,7 +81,7 @@ def _arrays(tree: Tree, query: Query) -> tuple[Any, ...]:
 
 
 def leaf_arrays(tree: Tree) -> tuple[Any, ...]:
-    return row_array(tree.rows), tree.offsets.numpy(), tree.block_size, tree.leaf_rule
+    return tree.rows.numpy(), tree.units.numpy(), tree.offsets.numpy(), tree.block_size, tree.leaf_rule
 
 
 @embedded
@@ -100,17 +91,6 @@ def _level(node: int) -> int:
         node >>= 1
         level += 1
     return level
-
-
-@embedded
-def _shifts(old: np.ndarray, positions: np.ndarray, new: np.ndarray, out: np.ndarray, start: int, stop: int) -> None:
-    for i in range(start, stop):
-        before, after = old[positions[i]], new[i]
-        total = number(after[0]) - number(after[0])
-        for j in range(after.shape[0]):
-            step = number(after[j]) - number(before[j])
-            total += step * step
-        out[i] = np.sqrt(total)
 
 
 @compiled
@@ -199,7 +179,7 @@ def _floored(
 
     What b excludes is in that row of leaves and leaf_levels.
     """
-    _, floor, _, _, excluded_mass, excluded_weight, _, weights, counts, _, _, _, _ = state
+    _, floor, _, _, excluded_mass, excluded_weight, _, weights, counts, _, _, _, _, _ = state
     all_left, all_right = weights[2 * node], weights[2 * node + 1]
     weight_left, weight_right, count_left, count_right = all_left, all_right, 0, 0
     for e in range(leaves.shape[1]):
@@ -240,7 +220,7 @@ def _block_rows(block: int, state: tuple[Any, ...], following: int) -> tuple[int
 
     Row by row, these are to be fetched meanwhile; all at once they would drive out this block's.
     """
-    rows, offsets, block_size = state[9], state[10], state[11]
+    rows, units, offsets, block_size = state[9], state[10], state[11], state[12]
     start = block * block_size
     size = min(block_size, rows.shape[0] - start)
     ahead = (following - block) * block_size
@@ -248,6 +228,8 @@ def _block_rows(block: int, state: tuple[Any, ...], following: int) -> tuple[int
         ahead = 0
     for k in range(0, size if ahead else 0, 16):
         prefetch_number(offsets, start + ahead + k)
+        if units.shape[0]:
+            prefetch_number(units, start + ahead + k)
     return start, size, ahead
 
 
@@ -256,7 +238,10 @@ def _block_masses(
     start: int, size: int, b: int, logits: np.ndarray, masses: np.ndarray, state: tuple[Any, ...]
 ) -> tuple[float, float]:
     """Makes logits of the dot products in `logits`, and fills masses; returns the largest logit and the sum."""
-    excluded, offsets, leaf_rule = state[3], state[10], state[12]
+    excluded, units, offsets, leaf_rule = state[3], state[10], state[11], state[13]
+    if units.shape[0]:
+        for k in range(size):
+            logits[k] *= units[start + k]
     if leaf_rule == LEAF_ABSOLUTE:
         for k in range(size):
             logits[k] = abs(logits[k])
@@ -310,7 +295,7 @@ def _draw(
     """Level by level for a group of queries, in the order of the nodes: what several of them read is fetched once, and
     their walks do not wait for one another's memory."""
     phi, leaf_queries, excluded, sums, weights, rows = state[0], state[2], state[3], state[6], state[7], state[9]
-    block_size = state[11]
+    block_size = state[12]
     blocks, num = sums.shape[0] // 2, uniforms.shape[1]
     each = positions.shape[1] // max(1, num)
     group = min(stop - start, max(1, _GROUP // num))
@@ -421,7 +406,7 @@ def _draw(
 
 @embedded
 def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, start: int, stop: int) -> None:
-    phi, excluded, sums, block_size = state[0], state[3], state[6], state[11]
+    phi, excluded, sums, block_size = state[0], state[3], state[6], state[12]
     blocks = sums.shape[0] // 2
     logits, masses = np.empty(block_size, phi.dtype), np.empty(block_size, phi.dtype)
     leaves, leaf_levels = np.empty((1, excluded.shape[1]), np.int64), np.empty((1, excluded.shape[1]), np.int64)

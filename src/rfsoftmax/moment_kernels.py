@@ -48,7 +48,7 @@ def _draw(
     start: int,
     stop: int,
 ) -> None:
-    block_masses, block_size = state[0], state[11]
+    block_masses, block_size = state[0], state[12]
     num, ascending, u = uniforms.shape[1], np.empty(uniforms.shape[1]), np.empty(uniforms.shape[1])
     places = np.empty(num, np.int64)
     logits, masses = np.empty(block_size, state[2].dtype), np.empty(block_size, state[2].dtype)
@@ -95,7 +95,7 @@ def _places(u: np.ndarray, masses: np.ndarray, total: float, places: np.ndarray)
 @embedded
 def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, start: int, stop: int) -> None:
     """Adds log p(i | block) to log_q, which holds log P(block)."""
-    block_size = state[11]
+    block_size = state[12]
     logits, masses = np.empty(block_size, state[2].dtype), np.empty(block_size, state[2].dtype)
     for b in range(start, stop):
         for i in range(positions.shape[1]):
@@ -109,7 +109,7 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
 
 @embedded
 def _exclude(state: tuple[Any, ...], log_weight: np.ndarray, start: int, stop: int) -> None:
-    log_masses, excluded, block_size = state[0], state[3], state[11]
+    log_masses, excluded, block_size = state[0], state[3], state[12]
     logits, masses = np.empty(block_size, state[2].dtype), np.empty(block_size, state[2].dtype)
     for b in range(start, stop):
         for e in range(excluded.shape[1]):

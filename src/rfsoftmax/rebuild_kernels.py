@@ -25,7 +25,7 @@ def sum_leaves(tree: Tree, fourier: Fourier, blocks: Tensor | None = None) -> No
     which = torch.arange(tree.num_blocks) if blocks is None else blocks
     for some in which.split(-(-max(_LEAST_ROWS, _ANGLES // num) // size)):
         positions = (some.unsqueeze(1) * size + torch.arange(size)).flatten().clamp_(max=tree.num_classes - 1)
-        rows = tree.rows.index_select(0, positions).to(fourier.frequencies)
+        rows = tree.values(positions)
         angles = rows @ fourier.frequencies.T
         source = (angles.numpy(), rows.numpy(), anchor, bias)
         arguments = (source, fourier.settings, size, some.numpy(), *leaves)

@@ -7,36 +7,35 @@ import torch
 from torch import Tensor
 
 from .threads import spread
-from .tree import Tree
-from .vectors import AHEAD, dot, embedded, number, prefetch, prefetch_number, row_array
+from .tree import Tree, mean_rounding
+from .vectors import AHEAD, dot, embedded, number, prefetch, prefetch_number
 
 _NORMALIZE_EPS = 1e-12  # the default of F.normalize
 
 
-class Limits(NamedTuple):
-    """How far a class may move before it is given to the sampler again: tau |c' - c| + |b' - b| <= tolerance."""
+class Logits(NamedTuple):
+    """What makes logits of rows: tau, and whether the rows are to be brought to unit length."""
 
     tau: float
-    tolerance: float
     normalize: bool
 
 
-def stale(
-    tree: Tree, ids: Tensor, positions: Tensor, weight: Tensor, bias: tuple[Tensor, Tensor] | None, limits: Limits
-) -> tuple[Tensor, float]:
-    """Those of ids (k,) whose logit may have moved by more than the limit, by weight (n, d), the tree's rows and both
-    biases (n,), new by id and old by position, and how far all may have on average; `positions` (n + 1,) has the
-    position of each id.
+def shifts(
+    tree: Tree, ids: Tensor, position: Tensor, weight: Tensor, bias: tuple[Tensor, Tensor] | None, logits: Logits
+) -> Tensor:
+    """How far the logits of ids (k,) may have moved (k,): tau |c' - c| + |b' - b|, of weight (n, d), the tree's rows
+    and both biases (n,), new by id and old by position; `position` (n + 1,) has that of each id.
 
-    What is not finite counts as moved: it is for others to raise.
+    It is NaN or inf where weight or bias is.
     """
     moved = tree.offsets.new_empty(len(ids))
     none = torch.zeros(0, dtype=tree.offsets.dtype)
     new_bias, old_bias = (t.detach().contiguous().numpy() for t in bias or (none, none))
-    source = (weight.detach().contiguous().numpy(), row_array(tree.rows), new_bias, old_bias)
-    places, i, out = positions.numpy(), ids.numpy(), moved.numpy()
-    spread(_stale, (source, i, places, limits, out), len(ids), 3 * weight.shape[1])
-    return ids[~(moved <= limits.tolerance)], float(moved.mean())
+    source = (weight.detach().contiguous().numpy(), tree.rows.numpy(), tree.units.numpy(), new_bias, old_bias)
+    rounding = mean_rounding(weight.shape[1])
+    arguments = (source, ids.numpy(), position.numpy(), logits, rounding, moved.numpy())
+    spread(_shifts, arguments, len(ids), 3 * weight.shape[1])
+    return moved
 
 
 def distinct(ids: Tensor) -> Tensor:
@@ -54,33 +53,42 @@ def gathered(weight: Tensor, ids: Tensor, normalize: bool) -> Tensor:
 
 
 @embedded
-def _stale(
+def _shifts(
     source: tuple[np.ndarray, ...],
     ids: np.ndarray,
-    positions: np.ndarray,
-    limits: Limits,
+    position: np.ndarray,
+    logits: Logits,
+    rounding: float,
     out: np.ndarray,
     start: int,
     stop: int,
 ) -> None:
-    weight, rows, new_bias, old_bias = source
+    weight, rows, units, new_bias, old_bias = source
     for k in range(start, stop):
         if k + 2 * AHEAD < stop:
-            prefetch_number(positions, ids[k + 2 * AHEAD])
+            prefetch_number(position, ids[k + 2 * AHEAD])
         if k + AHEAD < stop:
             following = ids[k + AHEAD]
             prefetch(weight, following, following + 1)
-            prefetch(rows, positions[following], positions[following] + 1)
-        new, old = weight[ids[k]], rows[positions[ids[k]]]
-        scale = 1 / max(np.sqrt(dot(new, new)), _NORMALIZE_EPS) if limits.normalize else 1.0
+            prefetch(rows, position[following], position[following] + 1)
+            if units.shape[0]:
+                prefetch_number(units, position[following])
+        place = position[ids[k]]
+        new, old = weight[ids[k]], rows[place]
+        scale = 1 / max(np.sqrt(dot(new, new)), _NORMALIZE_EPS) if logits.normalize else 1.0
         scale = weight.dtype.type(scale)
+        unit = units[place] if units.shape[0] else weight.dtype.type(1.0)
         total = new[0] - new[0]
         for j in range(new.shape[0]):
-            step = scale * new[j] - number(old[j])
+            step = scale * new[j] - unit * number(old[j])
             total += step * step
-        moved = limits.tau * np.sqrt(total)
+        if units.shape[0]:
+            total -= rounding * unit * unit
+            if total < 0.0:
+                total = 0.0
+        moved = logits.tau * np.sqrt(total)
         if new_bias.shape[0]:
-            moved += abs(new_bias[ids[k]] - old_bias[positions[ids[k]]])
+            moved += abs(new_bias[ids[k]] - old_bias[place])
         out[k] = moved
 
 

@@ -29,6 +29,9 @@ MIN_SHARE = 1e-12
 MIN_MASS = 1e-30
 MAX_UNIFORM = 1.0 - 2.0**-53
 CHUNK_ELEMENTS = 1 << 24
+# Rows in bytes: their numbers are whole multiples, up to this, of a unit that each row has.
+_LARGEST_BYTE = 127
+_LEAST_UNIT = 1e-30
 # Features are made and summed in pieces that stay in a shared cache.
 CACHED_ELEMENTS = 1 << 20
 
@@ -53,14 +56,16 @@ class Tree(nn.Module):
     sums: Tensor  # (2K, W); row 0 is unused
     weights: Tensor  # (2K,) float64: sums of class weights
     counts: Tensor  # (2K,) int64: numbers of classes
-    rows: Tensor  # (n, d): the class embeddings in the order of their positions; they may be bfloat16
+    rows: Tensor  # (n, d): the class embeddings in the order of their positions; int8 if `byte_rows`
+    units: Tensor  # (n,) if `byte_rows`, else (0,): what 1 in a row stands for
     offsets: Tensor  # (n,): added to the leaf's logits
 
-    def __init__(self, block_size: int, leaf_rule: int) -> None:
+    def __init__(self, block_size: int, leaf_rule: int, byte_rows: bool = False) -> None:
         super().__init__()
         self.block_size = block_size
         self.leaf_rule = leaf_rule
-        for name in ("sums", "rows", "offsets"):
+        self.byte_rows = byte_rows
+        for name in ("sums", "rows", "units", "offsets"):
             self.register_buffer(name, torch.empty(0), persistent=False)
         self.register_buffer("weights", torch.empty(0, dtype=torch.float64), persistent=False)
         self.register_buffer("counts", torch.empty(0, dtype=torch.int64), persistent=False)
@@ -87,19 +92,38 @@ class Tree(nn.Module):
         width: int,
     ) -> None:
         """Sums from all rows; `features` maps (k, d) rows and their bias (k,) to psi (k, W) and class weights (k,)."""
-        self.start(rows, offsets, width)
+        self.make_room(*rows.shape, rows)
+        self.put(slice(len(rows)), rows)
+        self.start(offsets, width)
         self.sum_leaves(bias, features)
         self.sum_up()
 
-    def start(self, rows: Tensor, offsets: Tensor, width: int) -> None:
-        """Take in the rows and make room for their sums, in the memory of those before if they have the size."""
-        n, b = rows.shape[0], self.block_size
+    def make_room(self, num_classes: int, dim: int, like: Tensor) -> None:
+        """Room for rows that are to be read as `like`, in the memory of those before if they have the size."""
+        kind = like.new_empty(0, dtype=torch.int8) if self.byte_rows else like
+        self.rows = room((num_classes, dim), kind, self.rows)
+        self.units = room((num_classes if self.byte_rows else 0,), like, self.units)
+
+    def put(self, positions: Tensor | slice, rows: Tensor) -> None:
+        """Take in rows (k, d), rounded if `byte_rows`."""
+        if self.byte_rows:
+            rows, self.units[positions] = to_bytes(rows.to(self.units))
+        self.rows[positions] = rows.to(self.rows)
+
+    def values(self, positions: Tensor | slice) -> Tensor:
+        """The rows (*, d) at positions (*), as they were rounded."""
+        rows = _taken(self.rows, positions)
+        return rows.to(self.units) * _taken(self.units, positions).unsqueeze(-1) if self.byte_rows else rows
+
+    def start(self, offsets: Tensor, width: int) -> None:
+        """Make room for the sums of the rows, in the memory of those before if they have the size."""
+        n, b = self.rows.shape[0], self.block_size
         blocks = -(-n // b)
         self.sums = room((2 * blocks, width), offsets, self.sums)
         self.sums[0] = 0
-        self.rows, self.offsets = rows, offsets
-        self.weights = torch.zeros(2 * blocks, dtype=torch.float64, device=rows.device)
-        self.counts = torch.zeros(2 * blocks, dtype=torch.int64, device=rows.device)
+        self.offsets = offsets
+        self.weights = torch.zeros(2 * blocks, dtype=torch.float64, device=offsets.device)
+        self.counts = torch.zeros(2 * blocks, dtype=torch.int64, device=offsets.device)
         self.counts[blocks:] = b
         self.counts[-1] = n - (blocks - 1) * b
 
@@ -109,7 +133,7 @@ class Tree(nn.Module):
         step = max(1, CACHED_ELEMENTS // (width * b))
         for first in range(0, blocks, step):
             last = min(blocks, first + step)
-            psi, weight = features(self.rows[first * b : last * b], bias[first * b : last * b])
+            psi, weight = features(self.values(slice(first * b, last * b)), bias[first * b : last * b])
             block = torch.arange(len(psi), device=psi.device) // b
             self.sums[blocks + first : blocks + last] = psi.new_zeros(last - first, width).index_add_(0, block, psi)
             self.weights[blocks + first : blocks + last].index_add_(0, block, weight.double())
@@ -130,9 +154,23 @@ class Tree(nn.Module):
         return torch.where(positions < 0, 0, self.num_blocks + positions // self.block_size)
 
 
+def to_bytes(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (k, d) as whole multiples, int8 (k, d), of units (k,), which are the least that all their numbers allow."""
+    units = rows.abs().amax(1).clamp_(min=_LEAST_UNIT) / _LARGEST_BYTE
+    return (rows / units.unsqueeze(1)).round_().to(torch.int8), units
+
+
 def shifts(tree: Tree, positions: Tensor, rows: Tensor) -> Tensor:
-    """How far rows (k, d), of the tree's own dtype, lie from what it has at positions (k,)."""
-    return (rows.to(tree.offsets) - tree.rows[positions].to(tree.offsets)).norm(dim=1)
+    """How far rows (k, d) lie from what the tree was given for positions (k,), as far as its rounding lets it know."""
+    squares = (rows.to(tree.offsets) - tree.values(positions)).square().sum(1)
+    if tree.byte_rows:
+        squares = (squares - mean_rounding(rows.shape[1]) * tree.units[positions].square()).clamp_(min=0)
+    return squares.sqrt()
+
+
+def mean_rounding(dim: int) -> float:
+    """The mean square of the distance between a row and the one it is rounded to, in units: errors are uniform."""
+    return dim / 12
 
 
 def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
@@ -221,7 +259,7 @@ def dense_log_prob(tree: Tree, query: Query) -> Tensor:
     for low, high in tree.levels():
         nodes = torch.arange(2 * low, min(2 * high, 2 * blocks), device=mass.device)
         log_q[:, nodes] = log_q[:, nodes >> 1] + share[:, nodes]
-    logits = _leaf_rule(tree, query.leaf @ tree.rows.to(query.leaf).T, tree.offsets)
+    logits = _leaf_rule(tree, query.leaf @ tree.values(slice(None)).T, tree.offsets)
     excluded = torch.where(query.excluded < 0, tree.num_classes, query.excluded)
     logits = nn.functional.pad(logits, (0, blocks * b - tree.num_classes + 1), value=-torch.inf)
     logits = logits.scatter_(1, excluded, -torch.inf)[:, : blocks * b].view(len(mass), blocks, b)
@@ -233,6 +271,13 @@ def total_mass(tree: Tree, query: Query) -> Tensor:
     """The root's mass (B,), float64, for queries that exclude nothing: what the tree believes of Z."""
     score = (query.features @ tree.sums[1]).double()
     return torch.maximum(score, query.floor * tree.weights[1]).clamp_(min=MIN_MASS)
+
+
+def _taken(source: Tensor, which: Tensor | slice) -> Tensor:
+    if isinstance(which, slice):
+        return source[which]
+    # Several times faster than an index.
+    return source.index_select(0, which.flatten()).view(*which.shape, *source.shape[1:])
 
 
 def _log_share(mass: Tensor, beside: Tensor) -> Tensor:
@@ -290,7 +335,7 @@ def _leaf_logits(tree: Tree, query: Query, nodes: Tensor) -> tuple[Tensor, Tenso
     members = start + torch.arange(tree.block_size, device=nodes.device)
     gone = members >= tree.num_classes
     members = members.clamp(max=tree.num_classes - 1)
-    dots = torch.einsum("bd,bpkd->bpk", query.leaf, tree.rows[members].to(query.leaf))
+    dots = torch.einsum("bd,bpkd->bpk", query.leaf, tree.values(members))
     logits = _leaf_rule(tree, dots, tree.offsets[members])
     for excluded in query.excluded.unbind(1):
         gone = gone | (members == excluded[:, None, None])

@@ -8,12 +8,10 @@ import functools
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from torch import Tensor
 
 # Reassociation lets dot products use vector instructions; the flags that assume no NaN and no inf stay off.
 compiled = functools.partial(njit, cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
@@ -27,24 +25,17 @@ AHEAD = 8
 _QUARTERS = (1.5703125, 4.8375129699707031e-4, 7.549789954891882e-8)
 
 
-def row_array(rows: Tensor) -> np.ndarray:
-    """Rows as numba takes them: bfloat16, which numpy does not know, by its bits, for `number`."""
-    rows = rows.contiguous()
-    return (rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows).numpy()
-
-
 @intrinsic
 def number(context: Any, x: Any) -> Any:
-    """A float as it is; a uint16 as the float32 whose upper half it is, a bfloat16."""
+    """A float as it is; an int8 as a float32."""
 
     def widen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        upper = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(upper, ir.FloatType())
+        return builder.sitofp(arguments[0], ir.FloatType())
 
     def keep(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return arguments[0]
 
-    return (types.float32(x), widen) if x == types.uint16 else (x(x), keep)
+    return (types.float32(x), widen) if x == types.int8 else (x(x), keep)
 
 
 @intrinsic

@@ -62,7 +62,7 @@ def samplers(num_classes: int, features: Sequence[int], others: bool) -> dict[st
     """Those of the table, and with `others` all that we have beside them."""
     made: dict[str, Sampler] = {"exact": ExactSampler()}
     sizes: dict[str, Any] = {"num_classes": num_classes, "dim": DIM}
-    kernel: dict[str, Any] = {**sizes, "block_size": BLOCK, "half_rows": True}
+    kernel: dict[str, Any] = {**sizes, "block_size": BLOCK, "byte_rows": True}
     made["quadratic"] = make_sampler("quadratic", **kernel)
     for num in features:
         made[f"rff D={num}"] = make_sampler("rff", num_features=num, **kernel)

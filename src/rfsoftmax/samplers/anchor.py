@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..memory import room
+from ..tree import Tree
 from .base import Sampler, check_dim, check_tau
 from .rows import ClassRows, index_dtype, slices
 
@@ -20,9 +21,6 @@ class AnchoredSampler(Sampler):
     follows the mean of the queries. `_arrange`, at a rebuild, moves the anchor there and puts the classes in the order
     of their weights, heaviest first, so that blocks of them are alike; in between both stay. A state_dict holds both,
     and the first rebuild after loading one keeps them, so q is then as it was saved.
-
-    With `half_rows` the copy of the class embeddings is kept in bfloat16, which halves what a draw reads of it.
-    Features and leaves are then those of the rounded rows, so that all stays consistent and q exact.
 
     Without `anchored` the anchor stays 0, a weight is e^{b_i} and the classes keep the order of their ids.
     """
@@ -43,14 +41,12 @@ class AnchoredSampler(Sampler):
         stratified: bool,
         anchored: bool = True,
         keeps_recent: bool = False,
-        half_rows: bool = False,
     ) -> None:
         super().__init__(0, stratified)
         check_tau(tau)
         self.dim = dim
         self.tau = tau
         self.anchored = anchored
-        self.half_rows = half_rows
         self.keep_order = False
         self.register_buffer("anchor", torch.zeros(dim))
         self.register_buffer("query_mean", torch.zeros(dim))
@@ -60,10 +56,10 @@ class AnchoredSampler(Sampler):
         self.register_buffer("order", torch.empty(0, dtype=torch.int32))
         self.register_buffer("position", torch.empty(0, dtype=torch.int32), persistent=False)
 
-    def _arrange(self, weight: ClassRows, bias: Tensor, rows: Tensor) -> Tensor:
-        """The rows of weight (n, d) in the order of positions, after moving anchor and order if they may.
+    def _arrange(self, weight: ClassRows, bias: Tensor, tree: Tree) -> None:
+        """Give the tree the rows of weight (n, d) in the order of positions, after moving anchor and order if they may.
 
-        `rows` are those of the last rebuild: their memory is taken over, as is that of the biases.
+        What is there from the last rebuild gives its memory.
         """
         check_dim("weight", weight, self.dim)
         n, bias = len(weight), bias.to(self.anchor)
@@ -74,16 +70,16 @@ class AnchoredSampler(Sampler):
             self.order = self._by_weight(weight, bias) if self.anchored else torch.arange(n, device=bias.device)
             self.order = self.order.to(index_dtype(n))
         self.keep_order = False
-        arranged = room((n, self.dim), self.anchor.to(torch.bfloat16) if self.half_rows else self.anchor, rows)
+        tree.make_room(n, self.dim, self.anchor)
         self.position = room((n + 1,), self.order, self.position)
         self.position[-1] = -1
         self.bias = room((n,), self.anchor, self.bias)
         for part in slices(n, self.dim):
             ids = self.order[part].long()
-            arranged[part], self.bias[part] = weight[ids], bias.index_select(0, ids)
+            tree.put(part, weight[ids])
+            self.bias[part] = bias.index_select(0, ids)
             places = torch.arange(part.start, part.stop, dtype=self.order.dtype, device=ids.device)
             self.position.scatter_(0, ids, places)
-        return arranged
 
     def _by_weight(self, weight: ClassRows, bias: Tensor) -> Tensor:
         """The classes, heaviest first and equals by their number, as the moved anchor weighs them."""

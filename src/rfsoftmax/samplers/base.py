@@ -49,8 +49,7 @@ class Sampler(nn.Module, ABC):
         # Less precision is for the model around: sums and tables keep theirs, for log_q to be exact.
         def convert(t: Tensor) -> Tensor:
             converted = fn(t)
-            rounded = t.dtype == torch.bfloat16  # rows that a sampler rounds itself
-            return t.to(converted.device) if rounded or converted.itemsize < t.itemsize else converted
+            return t.to(converted.device) if converted.itemsize < t.itemsize else converted
 
         super()._apply(convert, recurse)
         return self

@@ -43,7 +43,8 @@ class KernelSampler(AnchoredSampler):
     - `draws_per_block`: so many draws, stratified in the block, for each walk down the tree of a stratified draw for a
       query of its own. Each follows q by itself, but they share the block and with it the error of its mass: Z' has the
       variance of m / draws_per_block walks, which with exact leaves is small already, at a fraction of their cost.
-    - `half_rows` keeps the sampler's copy of the class embeddings in bfloat16.
+    - `byte_rows` keeps the sampler's copy of the class embeddings in 8 bits a number, in a unit of its own for each row:
+      a quarter of what a draw reads of it. Features and leaves are those of the rounded rows, so q stays exact.
     - `backend`: "numba" for CPU tensors and "torch" for any; "auto" takes numba where it can.
 
     Shared draws follow the mixture of the batch's queries in the tree, phi_bar = mean_b phi(h_b) / Z_b, and the leaf
@@ -62,13 +63,13 @@ class KernelSampler(AnchoredSampler):
         floor: float = 0.2,
         calibrate: bool = False,
         tolerance: float = 0.0,
-        half_rows: bool = False,
+        byte_rows: bool = False,
         draws_per_block: int = 1,
         follow_every: int = 1,
         stratified: bool = True,
         backend: Backend = "auto",
     ) -> None:
-        super().__init__(feature_map.dim, tau, stratified, anchor, keeps_recent=calibrate, half_rows=half_rows)
+        super().__init__(feature_map.dim, tau, stratified, anchor, keeps_recent=calibrate)
         if block_size < 1:
             raise ValueError(f"block_size: expected at least 1, got {block_size}")
         if not 0 < floor < math.inf:
@@ -99,39 +100,41 @@ class KernelSampler(AnchoredSampler):
         self.floor = floor
         self.tolerance = tolerance
         self.backend = backend
-        self.tree = tree.Tree(block_size, self._leaf_rule())
+        self.tree = tree.Tree(block_size, self._leaf_rule(), byte_rows)
         self.log_shift = 0.0
         self._plan: fourier_kernels.Plan | None = None
 
     def _rebuild(self, weight: ClassRows, bias: Tensor) -> None:
         self._plan = None
         moves = not self.keep_order
-        rows = self._arrange(weight, bias, self.tree.rows)
+        self._arrange(weight, bias, self.tree)
         if moves and len(self.recent) and self.batches_seen:
-            self._calibrate(rows)
-        parts = slices(*rows.shape)
+            self._calibrate()
+        parts = slices(*self.tree.rows.shape)
         # The largest psi has factor 1: large weights and long vectors overflow nothing.
-        self.log_shift = max(float(self._log_factor(rows[part], self.bias[part]).max()) for part in parts)
+        self.log_shift = max(float(self._log_factor(self.tree.values(p), self.bias[p]).max()) for p in parts)
         # One tensor where the two are one: both are set at the same places in an update.
         separate = self.leaf == "kernel" and not self.anchored
-        offsets = torch.cat([self._offsets(rows[p], self.bias[p]) for p in parts]) if separate else self.bias
-        self.tree.start(rows, offsets, self.feature_map.width)
+        offsets = self.bias
+        if separate:
+            offsets = torch.cat([self._offsets(self.tree.values(p), self.bias[p]) for p in parts])
+        self.tree.start(offsets, self.feature_map.width)
         if self._is_fourier():
             rebuild_kernels.sum_leaves(self.tree, self._fourier())
         else:
             self.tree.sum_leaves(self.bias, self._class_features)
         self.tree.sum_up()
-        self.num_classes = len(rows)
+        self.num_classes = self.tree.num_classes
 
-    def _calibrate(self, rows: Tensor) -> None:
-        """Move the feature map to the best nu for the recent queries and rows in the order of positions."""
+    def _calibrate(self) -> None:
+        """Move the feature map to the best nu for the recent queries and the tree's rows."""
         assert isinstance(self.feature_map, GaussianMap)
-        n, b = len(rows), self.tree.block_size
+        n, b = self.tree.num_classes, self.tree.block_size
         blocks, stands_for = probed_blocks(-(-n // b), b)
-        positions = (blocks.unsqueeze(1) * b + torch.arange(b)).to(rows.device)
+        positions = (blocks.unsqueeze(1) * b + torch.arange(b)).to(self.bias.device)
         beyond = positions >= n
         positions = positions.masked_fill(beyond, 0)
-        some, bias = rows[positions].to(self.bias), self.bias[positions]
+        some, bias = self.tree.values(positions), self.bias[positions]
         log_weight = self._log_weight(some.flatten(0, 1), bias.flatten()).view_as(bias).masked_fill(beyond, -torch.inf)
         queries = self.recent[: int(self.batches_seen) * RECENT_PER_BATCH]
         logits = self.tau * torch.einsum("qd,kbd->qkb", queries, some) + bias
@@ -148,7 +151,7 @@ class KernelSampler(AnchoredSampler):
 
     def _update(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
         check_dim("rows", rows, self.feature_map.dim)
-        positions, rows = self._positions(ids), rows.to(self.tree.rows)
+        positions, rows = self._positions(ids), rows.to(self.bias)
         bias = self.bias[positions] if bias is None else bias.to(self.bias)
         if not bool((positions.diff() > 0).all()):
             positions, order = positions.sort()
@@ -160,9 +163,11 @@ class KernelSampler(AnchoredSampler):
         elif self.tree.block_size > 1:
             fourier_kernels.update(self.tree, positions, rows, bias, self._fourier())
         else:  # a sum of one class is its features: there is nothing to take the old ones from
-            self.tree.rows[positions], self.bias[positions] = rows, bias
+            self.tree.put(positions, rows)
+            self.bias[positions] = bias
             rebuild_kernels.sum_leaves(self.tree, self._fourier(), positions)
-        self.tree.offsets[positions] = self._offsets(rows, bias)
+        if self.tree.offsets is not self.bias:
+            self.tree.offsets[positions] = self._offsets(self.tree.values(positions), bias)
         self._walk().renew(self.tree, positions)
 
     def _logit_kind(self) -> tuple[float | None, bool | None]:
@@ -174,8 +179,7 @@ class KernelSampler(AnchoredSampler):
         """Those whose logit for some query of unit length would move by more than the tolerance."""
         check_dim("rows", rows, self.feature_map.dim)
         positions = self._positions(ids)
-        shifts = self._walk().shifts(self.tree, positions, rows.to(self.tree.rows))
-        moved = self.tau * shifts
+        moved = self.tau * tree.shifts(self.tree, positions, rows)
         if bias is not None:
             moved = moved + (bias.to(self.bias) - self.bias[positions]).abs()
         return moved > self.tolerance
@@ -184,21 +188,24 @@ class KernelSampler(AnchoredSampler):
         """The same of the rows of weight; in the order of their positions."""
         if self._walk() is not kernels or weight.device.type != "cpu" or weight.dtype != self.bias.dtype:
             return super()._stale(ids, weight, bias, normalize)
-        limits = row_kernels.Limits(self.tau, self.tolerance, normalize)
-        biases = None if bias is None else (bias, self.bias)
-        moved, shift = row_kernels.stale(self.tree, ids, self.position, weight, biases, limits)
-        return self._classes(row_kernels.distinct(self._positions(moved))), shift
+        biases, logits = None if bias is None else (bias, self.bias), row_kernels.Logits(self.tau, normalize)
+        shifts = row_kernels.shifts(self.tree, ids, self.position, weight, biases, logits)
+        # What is not finite counts as moved: it is for others to raise.
+        moved = self._positions(ids[~(shifts <= self.tolerance)])
+        return self._classes(row_kernels.distinct(moved)), float(shifts.mean())
 
     def _replace(self, positions: Tensor, rows: Tensor, bias: Tensor) -> None:
         """Take in new rows and biases, also in the leaves' sums."""
         step = max(1, tree.CACHED_ELEMENTS // self.feature_map.width)
         for some, new, new_bias in zip(positions.split(step), rows.split(step), bias.split(step), strict=True):
-            both, both_bias = torch.cat([new, self.tree.rows[some]]), torch.cat([new_bias, self.bias[some]])
-            psi, weight = self._class_features(both, both_bias)
+            old, old_bias = self.tree.values(some), self.bias[some]
+            self.tree.put(some, new)
+            self.bias[some] = new_bias
+            both = torch.cat([self.tree.values(some), old])
+            psi, weight = self._class_features(both, torch.cat([new_bias, old_bias]))
             self._walk().add(
                 self.tree, some, psi[: len(new)] - psi[len(new) :], weight[: len(new)] - weight[len(new) :]
             )
-        self.tree.rows[positions], self.bias[positions] = rows, bias
 
     def _draw(
         self, hidden: Tensor, exclude: Tensor, uniforms: Tensor, generator: torch.Generator | None, shared: bool
@@ -239,7 +246,7 @@ class KernelSampler(AnchoredSampler):
         )
 
     def _walk(self) -> ModuleType:
-        """The module whose shifts, add, renew, draw and log_prob to use."""
+        """The module whose add, renew, draw and log_prob to use."""
         numba = self.backend == "numba" or (self.backend == "auto" and self.tree.sums.device.type == "cpu")
         return kernels if numba else tree
 
@@ -288,7 +295,8 @@ class KernelSampler(AnchoredSampler):
         hidden, positions, batch = hidden.to(self.bias), self._positions(exclude), len(hidden)
         centred = hidden - self.anchor
         # One pass of the feature map serves the queries and the rows of what they exclude.
-        rows, bias = self.tree.rows[positions.flatten()].to(hidden), self.bias[positions.flatten()]
+        some = positions.flatten()
+        rows, bias = self.tree.values(torch.where(some < 0, self.num_classes - 1, some)), self.bias[some]
         both = torch.cat([centred, rows]) if len(rows) else centred
         phi, log_scale = self.feature_map(both), self.feature_map.log_scale(both)
         psi, weight = self._weighted(rows, bias, phi[batch:], log_scale[batch:])

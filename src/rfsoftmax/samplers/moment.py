@@ -72,11 +72,12 @@ class MomentSampler(AnchoredSampler):
             self.register_buffer(name, torch.empty(0), persistent=False)
 
     def _rebuild(self, weight: ClassRows, bias: Tensor) -> None:
-        rows = self._arrange(weight, bias, self.leaves.rows)
+        self._arrange(weight, bias, self.leaves)
+        rows = self.leaves.rows
         block_size = self.block_size or default_block_size(len(rows), self.num_negatives)
         num_blocks = -(-len(rows) // block_size)
         self.leaves.block_size = block_size
-        self.leaves.rows, self.leaves.offsets = rows, self.bias
+        self.leaves.offsets = self.bias
         self.leaves.counts = torch.zeros(2 * num_blocks, dtype=torch.int64, device=rows.device)
         self.log_weight = torch.cat([self._log_weight(rows[part], self.bias[part]) for part in slices(*rows.shape)])
         self.log_mass, self.centroids = rows.new_empty(num_blocks), rows.new_empty(num_blocks, self.dim)
