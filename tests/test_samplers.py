@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import rfsoftmax as rf
-from rfsoftmax import fourier_kernels, kernels, tree
+from rfsoftmax import fourier_kernels, kernels, threads, tree
 from rfsoftmax.samplers import exact
 from rfsoftmax.uniforms import stratified_uniforms
 from sampler_contract import (
@@ -941,7 +941,8 @@ def test_nu_is_the_lesser_of_tau_and_half_the_log_of_num_features(tau: float, nu
             {"blocksize": 8},
             TypeError,
             "options of 'rff': expected any of absolute, anchor, backend, block_size, byte_rows, calibrate, "
-            "draws_per_block, floor, follow_every, generator, leaf, nu, num_features, stratified, tolerance, got blocksize",
+            "draws_per_block, floor, follow_every, generator, leaf, nu, num_features, stratified, tolerance, "
+            "got blocksize",
         ),
     ],
 )
@@ -994,18 +995,45 @@ def test_a_tree_whose_memory_moved_is_the_one_drawn_from(move: Callable[[rf.Kern
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("byte_rows", [False, True])
-def test_stale_rows_are_those_past_the_tolerance(normalize: bool, byte_rows: bool) -> None:
-    sampler, weight = drawn_once(tolerance=0.3, byte_rows=byte_rows)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("options", [{}, {"byte_rows": True}, {"leaf": "kernel"}, {"backend": "torch"}], ids=str)
+def test_only_rows_past_the_tolerance_are_followed(normalize: bool, biased: bool, options: Options) -> None:
+    sampler, weight = drawn_once(tolerance=0.3, **options)
     scale = 1 + torch.rand(200, 1, generator=seeded(6)) if normalize else 1.0
     moved = scale * (weight + 0.05 * torch.rand(200, 1, generator=seeded(5)) * torch.randn(200, 8, generator=seeded(7)))
-    bias, ids = 0.2 * torch.rand(200, generator=seeded(8)), torch.randint(200, (500,), generator=seeded(9))
+    bias = 0.2 * torch.rand(200, generator=seeded(8)) if biased else None
+    ids, place = torch.randint(200, (300,), generator=seeded(9)), sampler.position[:-1].long()
     rows = F.normalize(moved, dim=1) if normalize else moved
-    shift = sampler.tau * tree.shifts(sampler.tree, sampler.position[:-1].long(), rows) + bias
-    found, mean_shift = sampler._stale(ids, moved, bias, normalize)
-    assert mean_shift == pytest.approx(float(shift[ids].mean()), rel=1e-4)
-    assert torch.equal(found.sort().values, ids[shift[ids] > 0.3].unique())
-    assert 0 < len(found) < len(ids.unique())
-    assert (sampler._positions(found).diff() > 0).all()
-    moved[7] = torch.nan
-    assert 7 in sampler._stale(torch.tensor([7, 8]), moved, None, normalize)[0]
+    shift = sampler.tau * tree.shifts(sampler.tree, place, rows) + (0.0 if bias is None else bias)
+    new, seen = shift > 0.3, torch.zeros(200, dtype=torch.bool).index_fill_(0, ids, True)
+    assert bool((seen & new).any() and (seen & ~new).any() and (~seen & new).any())
+    expected, expected_bias = sampler.tree.values(place), torch.zeros(200)
+    expected[seen & new] = rows[seen & new]
+    if bias is not None:
+        expected_bias[seen & new] = bias[seen & new]
+    mean_shift = sampler._follow(ids, moved, bias, normalize)
+    assert mean_shift == (torch.inf if "backend" in options else pytest.approx(float(shift[ids].mean()), rel=1e-4))
+    half_a_unit = 0.5 * float(sampler.tree.units.max()) if "byte_rows" in options else 0.0
+    torch.testing.assert_close(sampler.tree.values(place), expected, rtol=0, atol=1e-6 + half_a_unit)
+    assert torch.equal(sampler.bias[place], expected_bias)
+    fresh = copy.deepcopy(sampler)
+    fresh.rebuild(expected, expected_bias)
+    found, of_fresh = (each.log_prob(weight[:5], torch.arange(200).expand(5, 200)) for each in (sampler, fresh))
+    torch.testing.assert_close(found, of_fresh, rtol=0, atol=1e-4)
+    moved[7, 3] = torch.nan
+    with pytest.raises(ValueError, match="weight: expected finite values, got NaN or inf in row 7"):
+        sampler._follow(torch.tensor([6, 7, 8]), moved, None, normalize)
+    if bias is not None:
+        bias[8] = torch.inf
+        with pytest.raises(ValueError, match="bias: expected finite values, got NaN or inf for class 8"):
+            sampler._follow(torch.tensor([6, 8]), moved, bias, normalize)
+
+
+@pytest.mark.parametrize("threads_at_once", [1, 3])
+def test_a_leaf_is_the_work_of_one_thread(monkeypatch: pytest.MonkeyPatch, threads_at_once: int) -> None:
+    monkeypatch.setattr(threads, "_MIN_WORK_PER_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads_at_once)
+    sampler, weight = drawn_once(byte_rows=True)
+    ids = torch.cat([torch.arange(60), torch.tensor([100, 199])])
+    sampler.update(ids, -weight[ids])
+    assert follows(sampler, weight.index_copy(0, ids, -weight[ids]))

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .kernels import MAX_LOG_FACTOR, _arrays, _draw, leaf_arrays, path_cost
+from .row_kernels import given_length
 from .threads import spread
-from .tree import Query, Tree, to_bytes
-from .vectors import cos_sin, dot, embedded, number, prefetch
+from .tree import LARGEST_BYTE, LEAST_UNIT, Query, Tree
+from .vectors import AHEAD, cos_sin, dot, embedded, inlined, number, prefetch
 
 # Rows whose angles are made at once: each number of the frequencies that is read serves so many.
 TOGETHER = 4
@@ -67,7 +68,8 @@ def query(tree: Tree, hidden: Tensor, excluded: Tensor, fourier: Fourier) -> Que
 
 
 class Plan:
-    """All that a draw reads beside its queries, as numba takes it: gathering it anew takes longer than a small draw.
+    """All that a draw reads beside its queries, and an update beside what is new, as numba takes it: gathering it anew
+    takes longer than a small draw.
 
     It shares the memory of the tensors, so updates show; whoever replaces one of them makes another plan. A copy or a
     pickle of it is None.
@@ -99,21 +101,16 @@ def draw(plan: Plan, hidden: Tensor, excluded: Tensor, uniforms: Tensor, each: i
     return ids, log_q
 
 
-def update(tree: Tree, positions: Tensor, rows: Tensor, bias: Tensor, fourier: Fourier) -> None:
-    """Give positions (k,), ascending, new rows (k, d) and biases (k,), here and in the leaves' sums and weights.
+def update(plan: Plan, positions: Tensor, which: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> None:
+    """Give positions (k,), ascending, the rows number `which` (k,) of weight (*, d), and of bias (*,) unless None, here
+    and in the leaves' sums and weights; with `normalize` brought to unit length.
 
     Offsets, and the nodes above the leaves, are for the caller.
     """
-    leaves = tree.leaf_of(positions).numpy()
-    # One thread for all rows of a leaf.
-    starts = np.flatnonzero(np.diff(leaves, prepend=-1))
-    edges = np.append(starts, len(leaves))
-    new_rows, new_units = to_bytes(rows) if tree.byte_rows else (rows.contiguous(), tree.units)
-    new = (positions.numpy(), leaves, new_rows.numpy(), new_units.numpy(), bias.contiguous().numpy())
-    state = (tree.sums.numpy(), tree.weights.numpy(), tree.rows.numpy(), tree.units.numpy())
-    source, settings = fourier.arrays(), fourier.settings
-    cost = 2 * _class_cost(fourier) * len(leaves) // len(starts)
-    spread(_update, (new, source, settings, state, edges), len(starts), cost)
+    biases = weight.new_empty(0) if bias is None else bias
+    source, leaves = tuple(t.detach().contiguous().numpy() for t in (weight, biases)), plan.leaves
+    new, settings, state = (positions.numpy(), which.numpy(), *source, normalize), plan.settings, plan.nodes
+    spread(_update, (new, plan.source, settings, state, leaves), len(positions), 2 * plan.class_cost)
 
 
 def _class_cost(fourier: Fourier) -> int:
@@ -228,41 +225,72 @@ def _query(source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: Set
                 excluded_weight[b, e] = np.exp(log_weight)
 
 
+@inlined
+def _leaf_start(positions: np.ndarray, i: int, block_size: int) -> int:
+    """The first place from i on where another leaf begins than the one before has, or the end."""
+    while 0 < i < positions.shape[0] and positions[i] // block_size == positions[i - 1] // block_size:
+        i += 1
+    return i
+
+
+@embedded
+def _put(row: np.ndarray, rows: np.ndarray, units: np.ndarray, i: int) -> None:
+    """`Tree.put` of a row at i; makes the row what `Tree.values` gives."""
+    if units.shape[0]:
+        largest = abs(row[0])
+        for j in range(row.shape[0]):
+            largest = max(largest, abs(row[j]))
+        unit = max(largest, units.dtype.type(LEAST_UNIT)) / units.dtype.type(LARGEST_BYTE)
+        units[i] = unit
+        for j in range(row.shape[0]):
+            row[j] = np.rint(row[j] / unit)
+            rows[i, j] = rows.dtype.type(row[j])
+            row[j] *= unit
+    else:
+        for j in range(row.shape[0]):
+            rows[i, j] = row[j]
+
+
 @embedded
 def _update(
-    new: tuple[np.ndarray, ...],
+    new: tuple[Any, ...],
     source: tuple[np.ndarray, ...],
     settings: Settings,
-    state: tuple[np.ndarray, ...],
-    edges: np.ndarray,
+    nodes: tuple[np.ndarray, ...],
+    leaves: tuple[Any, ...],
     start: int,
     stop: int,
 ) -> None:
-    """The leaves number start to stop of those that change; leaf k has the places edges[k] to edges[k + 1] of `new`."""
-    (positions, leaves, new_rows, new_units, new_bias), (sums, weights, rows, units) = new, state
-    frequencies, anchor, bias = source
-    (dim, num), end = frequencies.shape, edges[stop]
-    scale, dtype, pairs = 1 / np.sqrt(num), sums.dtype, TOGETHER // 2
+    """Places start to stop of `new`, but all of a leaf by the thread that has the first of them."""
+    (positions, which, weight, biases, normalize), (frequencies, anchor, bias) = new, source
+    (sums, weights, _), (rows, units, _, block_size, _) = nodes, leaves
+    (dim, num), blocks, pairs = frequencies.shape, sums.shape[0] // 2, TOGETHER // 2
+    scale, dtype = 1 / np.sqrt(num), sums.dtype
     # Old and new rows in turn.
     x, angles, psi = np.zeros((TOGETHER, dim), dtype), np.empty((TOGETHER, num), dtype), np.empty((2, 2 * num), dtype)
-    for first in range(edges[start], end, pairs):
-        for i in range(min(first + pairs, end), min(first + 2 * pairs, end)):  # on their way while these are made
-            prefetch(sums, leaves[i], leaves[i] + 1)
+    end = _leaf_start(positions, stop, block_size)
+    for first in range(_leaf_start(positions, start, block_size), end, pairs):
+        last = min(first + pairs, end)
+        for i in range(last + AHEAD, min(last + AHEAD + pairs, end)):  # on their way while others are made
+            prefetch(weight, which[i], which[i] + 1)
             prefetch(rows, positions[i], positions[i] + 1)
-        for i in range(first, min(first + pairs, end)):
-            values(rows, units, positions[i], x[2 * (i - first)])
-            values(new_rows, new_units, i, x[2 * (i - first) + 1])
+        for i in range(last, min(last + pairs, end)):
+            prefetch(sums, blocks + positions[i] // block_size, blocks + positions[i] // block_size + 1)
+        for i in range(first, last):
+            old, row = x[2 * (i - first)], x[2 * (i - first) + 1]
+            values(rows, units, positions[i], old)
+            given_length(weight[which[i]], normalize, row)
+            _put(row, rows, units, positions[i])
         products(frequencies, x, angles)
-        for i in range(first, min(first + pairs, end)):
-            position, leaf = positions[i], leaves[i]
+        for i in range(first, last):
+            position, leaf = positions[i], blocks + positions[i] // block_size
             for k in range(2):
                 row = 2 * (i - first) + k
-                log_weight, log_factor = _log_weight(x[row], new_bias[i] if k else bias[position], anchor, settings)
+                if k and biases.shape[0]:
+                    bias[position] = biases[which[i]]
+                log_weight, log_factor = _log_weight(x[row], bias[position], anchor, settings)
                 cos_sin(angles[row], psi[k, :num], psi[k, num:], scale * np.exp(log_factor))
                 weights[leaf] += np.exp(log_weight) if k else -np.exp(log_weight)
             target, before, after = sums[leaf], psi[0], psi[1]
             for j in range(2 * num):
                 target[j] += after[j] - before[j]
-            rows[position], bias[position] = new_rows[i], new_bias[i]
-            if units.shape[0]:
-                units[position] = new_units[i]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .threads import spread
 from .tree import Tree, mean_rounding
-from .vectors import AHEAD, dot, embedded, number, prefetch, prefetch_number
+from .vectors import AHEAD, compiled, dot, embedded, number, prefetch, prefetch_number
 
 _NORMALIZE_EPS = 1e-12  # the default of F.normalize
 
@@ -38,10 +38,17 @@ def shifts(
     return moved
 
 
+def past(ids: Tensor, shifts: Tensor, tolerance: float, position: Tensor) -> Tensor:
+    """The positions of those of ids (k,) whose shifts (k,) are greater than the tolerance, ascending, each once."""
+    found = np.empty(len(ids), np.int64)
+    count = _past(ids.numpy(), shifts.numpy(), tolerance, position.numpy(), found)
+    return distinct(torch.from_numpy(found[:count]))
+
+
 def distinct(ids: Tensor) -> Tensor:
     """ids (k,) in ascending order, each once: `ids.unique()`, several times faster."""
     ascending = np.sort(ids.numpy())
-    return torch.from_numpy(ascending[np.flatnonzero(np.diff(ascending, prepend=-1))])
+    return torch.from_numpy(ascending[: _distinct(ascending)])
 
 
 def gathered(weight: Tensor, ids: Tensor, normalize: bool) -> Tensor:
@@ -92,13 +99,37 @@ def _shifts(
         out[k] = moved
 
 
+@compiled
+def _past(ids: np.ndarray, shifts: np.ndarray, tolerance: float, position: np.ndarray, out: np.ndarray) -> int:
+    count = 0
+    for k in range(ids.shape[0]):
+        out[count] = position[ids[k]]
+        count += shifts[k] > tolerance
+    return count
+
+
+@compiled
+def _distinct(ascending: np.ndarray) -> int:
+    """Brings the numbers that differ from the one before to the front; returns how many they are."""
+    count = 0
+    for k in range(ascending.shape[0]):
+        if k == 0 or ascending[k] != ascending[k - 1]:
+            ascending[count] = ascending[k]
+            count += 1
+    return count
+
+
+@embedded
+def given_length(row: np.ndarray, normalize: bool, out: np.ndarray) -> None:
+    """out = row, of unit length if `normalize`: `F.normalize(row, dim=0)`."""
+    length = row.dtype.type(max(np.sqrt(dot(row, row)), _NORMALIZE_EPS)) if normalize else row.dtype.type(1.0)
+    for j in range(row.shape[0]):
+        out[j] = row[j] / length
+
+
 @embedded
 def _gathered(weight: np.ndarray, ids: np.ndarray, normalize: bool, out: np.ndarray, start: int, stop: int) -> None:
     for k in range(start, stop):
         if k + AHEAD < stop:
             prefetch(weight, ids[k + AHEAD], ids[k + AHEAD] + 1)
-        row, length = weight[ids[k]], weight.dtype.type(1.0)
-        if normalize:
-            length = weight.dtype.type(max(np.sqrt(dot(row, row)), _NORMALIZE_EPS))
-        for j in range(row.shape[0]):
-            out[k, j] = row[j] / length
+        given_length(weight[ids[k]], normalize, out[k])

@@ -30,8 +30,8 @@ MIN_MASS = 1e-30
 MAX_UNIFORM = 1.0 - 2.0**-53
 CHUNK_ELEMENTS = 1 << 24
 # Rows in bytes: their numbers are whole multiples, up to this, of a unit that each row has.
-_LARGEST_BYTE = 127
-_LEAST_UNIT = 1e-30
+LARGEST_BYTE = 127
+LEAST_UNIT = 1e-30
 # Features are made and summed in pieces that stay in a shared cache.
 CACHED_ELEMENTS = 1 << 20
 
@@ -92,7 +92,7 @@ class Tree(nn.Module):
         width: int,
     ) -> None:
         """Sums from all rows; `features` maps (k, d) rows and their bias (k,) to psi (k, W) and class weights (k,)."""
-        self.make_room(*rows.shape, rows)
+        self.make_room(len(rows), rows.shape[1], rows)
         self.put(slice(len(rows)), rows)
         self.start(offsets, width)
         self.sum_leaves(bias, features)
@@ -156,7 +156,7 @@ class Tree(nn.Module):
 
 def to_bytes(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows (k, d) as whole multiples, int8 (k, d), of units (k,), which are the least that all their numbers allow."""
-    units = rows.abs().amax(1).clamp_(min=_LEAST_UNIT) / _LARGEST_BYTE
+    units = rows.abs().amax(1).clamp_(min=LEAST_UNIT) / LARGEST_BYTE
     return (rows / units.unsqueeze(1)).round_().to(torch.int8), units
 
 

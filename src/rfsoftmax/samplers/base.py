@@ -86,8 +86,7 @@ class Sampler(nn.Module, ABC):
             raise ValueError("ids: expected each class once, got some twice")
         if len(ids):
             with _lasting(rows.device):
-                moved = self._moved(ids.long(), rows, bias)
-                self._update(ids[moved].long(), rows[moved], None if bias is None else bias[moved])
+                self._update_moved(ids.long(), rows, bias)
 
     def sample(
         self,
@@ -154,7 +153,7 @@ class Sampler(nn.Module, ABC):
         As in `rebuild`, with `normalize` it is the rows brought to unit length that count. Returns how far logits may
         have moved on average, inf if that is not known.
         """
-        ids, shift = self._stale(ids, weight, bias, normalize)
+        ids = ids.unique()
         rows = ClassRows(weight, normalize)[ids]
         if not torch.isfinite(rows.sum()) and bool((bad := ~torch.isfinite(rows).all(1)).any()):
             raise ValueError(f"weight: expected finite values, got NaN or inf in row {int(ids[bad][0])}")
@@ -162,10 +161,9 @@ class Sampler(nn.Module, ABC):
             bias = bias[ids]
             if bool((bad := ~torch.isfinite(bias)).any()):
                 raise ValueError(f"bias: expected finite values, got NaN or inf for class {int(ids[bad][0])}")
-        if len(ids):
-            with no_autocast(rows.device):
-                self._update(ids, rows, bias)
-        return shift
+        with no_autocast(rows.device):
+            self._update_moved(ids, rows, bias)
+        return math.inf
 
     def _logit_kind(self) -> tuple[float | None, bool | None]:
         """tau and `absolute` of the logits that q is to be close to; None for one that q does not depend on."""
@@ -174,10 +172,10 @@ class Sampler(nn.Module, ABC):
     def _observe(self, hidden: Tensor) -> None:
         """Take note of a batch of queries (B, d), before a draw for them."""
 
-    def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> tuple[Tensor, float]:
-        """Those of ids (k,), repeats allowed, whose rows the sampler is to be given anew, each once, in any order; and
-        how far the logits of all may have moved on average, inf if that is not known."""
-        return ids.unique(), torch.inf
+    def _update_moved(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
+        moved = self._moved(ids, rows, bias)
+        if len(ids := ids[moved]):
+            self._update(ids, rows[moved], None if bias is None else bias[moved])
 
     def _moved(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor | slice:
         """Which of the rows (k, d) of ids (k,) have moved so far that `_update` is to see them."""

@@ -43,7 +43,7 @@ class KernelSampler(AnchoredSampler):
     - `draws_per_block`: so many draws, stratified in the block, for each walk down the tree of a stratified draw for a
       query of its own. Each follows q by itself, but they share the block and with it the error of its mass: Z' has the
       variance of m / draws_per_block walks, which with exact leaves is small already, at a fraction of their cost.
-    - `byte_rows` keeps the sampler's copy of the class embeddings in 8 bits a number, in a unit of its own for each row:
+    - `byte_rows` keeps the sampler's copy of the class embeddings in 8 bits a number, each row in a unit of its own:
       a quarter of what a draw reads of it. Features and leaves are those of the rounded rows, so q stays exact.
     - `backend`: "numba" for CPU tensors and "torch" for any; "auto" takes numba where it can.
 
@@ -151,23 +151,33 @@ class KernelSampler(AnchoredSampler):
 
     def _update(self, ids: Tensor, rows: Tensor, bias: Tensor | None) -> None:
         check_dim("rows", rows, self.feature_map.dim)
-        positions, rows = self._positions(ids), rows.to(self.bias)
-        bias = self.bias[positions] if bias is None else bias.to(self.bias)
-        if not bool((positions.diff() > 0).all()):
-            positions, order = positions.sort()
-            rows, bias = rows[order], bias[order]
-        if not len(positions):
-            return
-        if not self._is_fourier():
-            self._replace(positions, rows, bias)
-        elif self.tree.block_size > 1:
-            fourier_kernels.update(self.tree, positions, rows, bias, self._fourier())
-        else:  # a sum of one class is its features: there is nothing to take the old ones from
-            self.tree.put(positions, rows)
-            self.bias[positions] = bias
-            rebuild_kernels.sum_leaves(self.tree, self._fourier(), positions)
+        positions, order = self._positions(ids).sort()
+        self._take(positions, order, rows.to(self.bias), None if bias is None else bias.to(self.bias), False)
+
+    def _follow(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> float:
+        """As of any sampler, compiled where it can be."""
+        if self._walk() is not kernels or weight.device.type != "cpu" or weight.dtype != self.bias.dtype:
+            return super()._follow(ids, weight, bias, normalize)
+        biases, logits = None if bias is None else (bias, self.bias), row_kernels.Logits(self.tau, normalize)
+        shifts = row_kernels.shifts(self.tree, ids, self.position, weight, biases, logits)
+        shift = float(shifts.mean())
+        if not math.isfinite(shift):  # there it is said of which row
+            return super()._follow(ids, weight, bias, normalize)
+        positions = row_kernels.past(ids, shifts, self.tolerance, self.position)
+        if len(positions):
+            self._take(positions, self._classes(positions), weight, bias, normalize)
+        return shift
+
+    def _take(self, positions: Tensor, which: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> None:
+        """Give positions (k,), ascending, the rows number `which` (k,) of weight (*, d), and of bias (*,) unless None;
+        with `normalize` brought to unit length."""
+        if self._is_fourier() and self.tree.block_size > 1:
+            fourier_kernels.update(self._planned(), positions, which, weight, bias, normalize)
+        else:
+            rows = ClassRows(weight, normalize)[which]
+            self._replace(positions, rows, self.bias[positions] if bias is None else bias[which].to(self.bias))
         if self.tree.offsets is not self.bias:
-            self.tree.offsets[positions] = self._offsets(self.tree.values(positions), bias)
+            self.tree.offsets[positions] = self._offsets(self.tree.values(positions), self.bias[positions])
         self._walk().renew(self.tree, positions)
 
     def _logit_kind(self) -> tuple[float | None, bool | None]:
@@ -184,18 +194,13 @@ class KernelSampler(AnchoredSampler):
             moved = moved + (bias.to(self.bias) - self.bias[positions]).abs()
         return moved > self.tolerance
 
-    def _stale(self, ids: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> tuple[Tensor, float]:
-        """The same of the rows of weight; in the order of their positions."""
-        if self._walk() is not kernels or weight.device.type != "cpu" or weight.dtype != self.bias.dtype:
-            return super()._stale(ids, weight, bias, normalize)
-        biases, logits = None if bias is None else (bias, self.bias), row_kernels.Logits(self.tau, normalize)
-        shifts = row_kernels.shifts(self.tree, ids, self.position, weight, biases, logits)
-        # What is not finite counts as moved: it is for others to raise.
-        moved = self._positions(ids[~(shifts <= self.tolerance)])
-        return self._classes(row_kernels.distinct(moved)), float(shifts.mean())
-
     def _replace(self, positions: Tensor, rows: Tensor, bias: Tensor) -> None:
         """Take in new rows and biases, also in the leaves' sums."""
+        if self._is_fourier():  # with a class a block: its features are the sum, there is nothing to take off
+            self.tree.put(positions, rows)
+            self.bias[positions] = bias
+            rebuild_kernels.sum_leaves(self.tree, self._fourier(), positions)
+            return
         step = max(1, tree.CACHED_ELEMENTS // self.feature_map.width)
         for some, new, new_bias in zip(positions.split(step), rows.split(step), bias.split(step), strict=True):
             old, old_bias = self.tree.values(some), self.bias[some]
