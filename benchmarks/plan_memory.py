@@ -28,7 +28,8 @@ def sampler(num_classes: float, dim: int) -> dict[str, float]:
     """Bytes per class of the default sampler. Two nodes of 2 D float32 sums, a weight and a count each for a block."""
     features = default_sampler(int(num_classes))["num_features"]
     return {
-        "bfloat16 copy of the embeddings": 2 * dim,
+        "copy of the embeddings in bytes": dim,
+        "their units": 4,
         "sums of the tree": 2 * 2 * features * 4 / BLOCK,
         "weights and counts of the tree": 2 * (8 + 8) / BLOCK,
         "order and position, int32": 8,
