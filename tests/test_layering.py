@@ -87,8 +87,8 @@ def test_kernels_import_the_tree_and_what_they_are_made_of() -> None:
     assert not imports()["vectors"]
     assert all(within(name, "vectors") for name in imports()["threads"])
     assert all(within(name, "memory") for name in imports()["tree"])
-    allowed = ("tree", "threads", "vectors", "row_kernels")
-    for module in ("row_kernels", "kernels"):
+    allowed = ("tree", "threads", "vectors", "row_kernels", "block_dots", "block_kernels")
+    for module in ("row_kernels", "block_dots", "block_kernels", "kernels"):
         assert all(any(within(name, family) for family in allowed) for name in imports()[module])
 
 

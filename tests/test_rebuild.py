@@ -26,7 +26,7 @@ def peak(work):
     open("/proc/self/clear_refs", "w").write("5")
     work()
     return kilobytes("VmHWM") - before
-head = rf.SoftmaxHead(64, 200_000)
+head = rf.SoftmaxHead(64, 400_000)
 head.rebuild()
 print(peak(head.rebuild), peak(lambda: torch.nn.functional.normalize(head.weight.detach(), dim=1)))
 """
@@ -175,7 +175,8 @@ def test_a_rebuild_holds_no_copy_of_the_weight() -> None:
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rebuild, copy = (int(word) for word in done.stdout.split())
-    assert copy > 0.9 * 4 * 64 * 200_000 / 1024  # the measure sees a whole copy
+    # The measure sees a whole copy, but for some megabytes that were freed before and still counted.
+    assert copy > 0.9 * 4 * 64 * 400_000 / 1024
     assert rebuild < 0.3 * copy
 
 

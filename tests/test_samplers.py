@@ -163,16 +163,30 @@ def naive_log_scale(phi: rf.FeatureMap, x: Tensor) -> Tensor:
     return x.new_full((len(x),), math.log(phi.beta) / 2 if isinstance(phi, rf.Quadratic) else 0.0)
 
 
-def naive_leaf_logits(sampler: rf.KernelSampler, weight: Tensor, hidden: Tensor, anchor: Tensor) -> Tensor:
-    phi, dots = sampler.feature_map, hidden @ weight.T
+def naive_leaf_queries(sampler: rf.KernelSampler, hidden: Tensor) -> Tensor:
+    """What a class's embedding is multiplied with in the leaf's logit, (B, d)."""
+    phi = sampler.feature_map
     if sampler.leaf == "exact":
-        return (sampler.tau * dots).abs() if sampler.absolute else sampler.tau * dots
+        return sampler.tau * hidden
+    if isinstance(phi, rf.Quadratic):
+        return hidden
+    nu: Any = phi.nu
+    anchor: Tensor = sampler.anchor.double() if sampler.anchored else torch.zeros_like(hidden[0])
+    centred: Tensor = nu * (hidden - anchor)
+    return sampler.tau * anchor + centred
+
+
+def naive_leaf_logits(sampler: rf.KernelSampler, weight: Tensor, queries: Tensor) -> Tensor:
+    """The logits (B, n) of the leaves, but for what is the same for all classes."""
+    phi, dots = sampler.feature_map, queries @ weight.T
+    if sampler.leaf == "exact":
+        return dots.abs() if sampler.absolute else dots
     if isinstance(phi, rf.Quadratic):
         return (phi.alpha * dots.square() + phi.beta).log()
-    assert isinstance(phi, Fourier | Exponential)
-    if sampler.anchored:
-        return sampler.tau * weight @ anchor + phi.nu * (hidden - anchor) @ weight.T
-    return -phi.nu * torch.cdist(hidden, weight).square() / 2 if isinstance(phi, Fourier) else phi.nu * dots
+    if sampler.anchored or isinstance(phi, Exponential):
+        return dots
+    assert isinstance(phi, Fourier)
+    return dots - phi.nu * weight.square().sum(1) / 2
 
 
 def naive_walk(
@@ -256,18 +270,23 @@ class KernelContract(SamplerContract):
     def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.KernelSampler:
         return rf.KernelSampler(self.make_map(seed), tau=TAU, **options)
 
+    def leaf_queries(self, queries: Tensor) -> Tensor:
+        """Queries (B, d) as leaves see them."""
+        return queries
+
     def exact_probs(
         self, sampler: rf.Sampler, weight: Tensor, hidden: Tensor, exclude: Tensor | None, shared: bool
     ) -> Tensor:
         assert isinstance(sampler, rf.KernelSampler)
         weight, hidden = weight.double(), hidden.double()
         estimates, weights, floor = naive_estimates(sampler, weight, hidden)
+        queries = self.leaf_queries(naive_leaf_queries(sampler, hidden))
         if shared:
             total = torch.maximum(estimates.sum(1), floor * weights.sum())
             estimates, floor = (estimates / total[:, None]).mean(0, keepdim=True), (floor / total).mean(0, keepdim=True)
-            hidden = hidden.mean(0, keepdim=True)
-        logits = naive_leaf_logits(sampler, weight, hidden, sampler.anchor.double())
-        excluded = exclude.reshape(len(hidden), -1).tolist() if exclude is not None else [[]] * len(hidden)
+            queries = self.leaf_queries(queries.mean(0, keepdim=True))
+        logits = naive_leaf_logits(sampler, weight, queries)
+        excluded = exclude.reshape(len(queries), -1).tolist() if exclude is not None else [[]] * len(queries)
         order, block_size = sampler.order.tolist(), sampler.tree.block_size
         parts = zip(excluded, estimates.tolist(), floor.tolist(), logits.tolist(), strict=True)
         return torch.tensor(
@@ -302,18 +321,26 @@ class TestOrthogonalFourier(KernelContract):
 
 
 class TestByteRows(TestOrthogonalFourier):
-    """The laws hold for the rounded class embeddings, and q is that of these."""
+    """The laws hold for the rounded class embeddings and queries, and q is that of these."""
 
     drawn = ("b1-exact-torch", "b7-exact-numba-anchor")
 
     def make_sampler(self, num_classes: int, *, seed: int = 0, **options: Any) -> rf.KernelSampler:
         return rf.KernelSampler(self.make_map(seed), tau=TAU, byte_rows=True, **options)
 
+    def leaf_queries(self, queries: Tensor) -> Tensor:
+        return rounded(queries, 2**15 - 1)
+
     def exact_probs(
         self, sampler: rf.Sampler, weight: Tensor, hidden: Tensor, exclude: Tensor | None, shared: bool
     ) -> Tensor:
-        units = weight.abs().amax(1, keepdim=True) / 127
-        return super().exact_probs(sampler, (weight / units).round() * units, hidden, exclude, shared)
+        return super().exact_probs(sampler, rounded(weight, 127), hidden, exclude, shared)
+
+
+def rounded(rows: Tensor, most: int) -> Tensor:
+    """rows (k, d) in whole multiples of a unit of each, as fine as lets none exceed `most`."""
+    units = rows.abs().amax(1, keepdim=True) / most
+    return (rows / units).round() * units
 
 
 class TestDrawsPerBlock(TestOrthogonalFourier):

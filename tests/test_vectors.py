@@ -1,8 +1,7 @@
-"""Dot products, and the series that stand for exp, cos and sin in the kernels, against numpy's in long double."""
+"""The series that stand for exp, cos and sin in the kernels, against numpy's in long double."""
 
 import numpy as np
 import pytest
-import torch
 
 from rfsoftmax import vectors
 
@@ -35,19 +34,3 @@ def test_cosine_and_sine_are_exact_to_their_type(kind: type, size: int, scale: f
     exact = angles.astype(np.longdouble)
     assert (np.abs(cosines - np.cos(exact) / 2) <= np.finfo(kind).eps).all()
     assert (np.abs(sines - np.sin(exact) / 2) <= np.finfo(kind).eps).all()
-
-
-@pytest.mark.parametrize("in_bytes", [False, True])
-@pytest.mark.parametrize("size", [1, 3, 4, 7, 64])
-@pytest.mark.parametrize("dim", [1, 15, 64, 200])
-def test_dots_of_one_and_of_two_vectors(dim: int, size: int, in_bytes: bool) -> None:
-    g = torch.Generator().manual_seed(dim)
-    rows = torch.randn(size + 5, dim, generator=g)
-    rows = (20 * rows).to(torch.int8) if in_bytes else rows
-    x, y = (torch.randn(dim, generator=g) for _ in range(2))
-    alone, both = np.empty(size, np.float32), np.empty((2, size), np.float32)
-    vectors.dots(x.numpy(), rows.numpy(), 5, size, 0, alone)
-    vectors.two_dots(x.numpy(), y.numpy(), rows.numpy(), 5, size, 0, both)
-    expected = (torch.stack([x, y]).double() @ rows[5:].double().T).numpy()
-    for found, right in ((alone, expected[0]), (both, expected)):
-        np.testing.assert_allclose(found, right, rtol=0, atol=1e-6 * dim * float(rows.abs().max()))

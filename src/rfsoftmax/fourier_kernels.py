@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import MAX_LOG_FACTOR, _arrays, _draw, leaf_arrays, path_cost
+from .block_kernels import leaf_arrays, query_unit
+from .kernels import MAX_LOG_FACTOR, _arrays, _draw, path_cost
 from .row_kernels import given_length
 from .threads import spread
 from .tree import LARGEST_BYTE, LEAST_UNIT, Query, Tree
@@ -194,7 +195,8 @@ def _query_and_draw(
 def _query(source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: Settings, start: int, stop: int) -> None:
     """Fills the parts of the query in state, except `excluded`, from source = hidden, frequencies, anchor, bias."""
     hidden, frequencies, anchor, bias = source
-    features, floors, leaf, excluded, excluded_mass, excluded_weight, _, _, _, rows, units, _, _, _ = state
+    features, floors, leaf, excluded, excluded_mass, excluded_weight = state[:6]
+    rows, units = state[9], state[10]
     (dim, num), per_query = frequencies.shape, excluded.shape[1]
     scale, dtype = 1 / np.sqrt(num), hidden.dtype
     x, angles, psi = np.zeros((TOGETHER, dim), dtype), np.empty((TOGETHER, num), dtype), np.empty(2 * num, dtype)
@@ -204,6 +206,9 @@ def _query(source: tuple[np.ndarray, ...], state: tuple[Any, ...], settings: Set
             for j in range(dim):
                 x[b - first, j] = hidden[b, j] - anchor[j]
                 leaf[b, j] = settings.leaf_hidden * hidden[b, j] + settings.leaf_centred * x[b - first, j]
+            unit = query_unit(leaf[b], state)
+            for j in range(dim if unit else 0):
+                leaf[b, j] = unit * np.rint(leaf[b, j] / unit)
             floors[b] = settings.floor * np.exp(-0.5 * settings.nu * dot(x[b - first], x[b - first]))
         products(frequencies, x, angles)
         for b in range(first, last):
@@ -263,7 +268,7 @@ def _update(
 ) -> None:
     """Places start to stop of `new`, but all of a leaf by the thread that has the first of them."""
     (positions, which, weight, biases, normalize), (frequencies, anchor, bias) = new, source
-    (sums, weights, _), (rows, units, _, block_size, _) = nodes, leaves
+    (sums, weights, _), (rows, units, _, block_size, _, _) = nodes, leaves
     (dim, num), blocks, pairs = frequencies.shape, sums.shape[0] // 2, TOGETHER // 2
     scale, dtype = 1 / np.sqrt(num), sums.dtype
     # Old and new rows in turn.

@@ -318,7 +318,7 @@ class SoftmaxHead(nn.Module):
         return 0
 
     def _witnessed(self, ids: Tensor) -> Tensor:
-        rows = self.weight.detach()[ids]
+        rows = self.weight.detach().index_select(0, ids)
         return rows if self.bias is None else torch.cat([rows, self.bias.detach()[ids].unsqueeze(1)], 1)
 
     def _touch(self, ids: Tensor, labels: Tensor) -> None:
@@ -329,7 +329,7 @@ class SoftmaxHead(nn.Module):
         self._all_forwards += 1
         trained = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
         if trained and torch.is_grad_enabled():
-            positives = labels[labels >= 0]
+            positives = labels[:, 0] if labels.shape[1] == 1 else labels[labels >= 0]
             witnesses = positives[:_NUM_WITNESSES]
             visit = _Visit(torch.cat([ids.flatten(), positives]), witnesses, self._witnessed(witnesses))
             if len(self._visits) >= max(_MAX_VISITS, self.update_every):

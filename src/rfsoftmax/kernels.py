@@ -12,22 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .block_kernels import block_logits, draw_in_blocks, leaf_arrays, leaf_query, unturned
 from .row_kernels import distinct
 from .threads import spread
-from .tree import LEAF_ABSOLUTE, LEAF_QUADRATIC, MAX_UNIFORM, MIN_MASS, MIN_SHARE, Query, Tree
+from .tree import MAX_UNIFORM, MIN_MASS, MIN_SHARE, Query, Tree
 from .vectors import (
     AHEAD,
     compiled,
     dot,
-    dots,
     embedded,
-    exp,
-    greatest,
     inlined,
+    lean,
     prefetch,
     prefetch_columns,
     prefetch_number,
-    two_dots,
 )
 
 # A class that has grown since the rebuild counts for at most this much more than the largest then, lest sums overflow.
@@ -48,7 +46,7 @@ def add(tree: Tree, positions: Tensor, psi: Tensor, weight: Tensor) -> None:
 
 
 def renew(tree: Tree, positions: Tensor) -> None:
-    leaves = distinct(tree.leaf_of(positions)).numpy()
+    leaves = distinct(tree.num_blocks + positions.numpy() // tree.block_size)
     sums, weights = tree.sums.numpy(), tree.weights.numpy()
     spread(_renew, (sums, weights, leaves), sums.shape[1], len(leaves) * tree.depth, 1)
 
@@ -80,11 +78,7 @@ def _arrays(tree: Tree, query: Query) -> tuple[Any, ...]:
     return (*parts, *(t.numpy() for t in state), *leaf_arrays(tree))
 
 
-def leaf_arrays(tree: Tree) -> tuple[Any, ...]:
-    return tree.rows.numpy(), tree.units.numpy(), tree.offsets.numpy(), tree.block_size, tree.leaf_rule
-
-
-@embedded
+@lean
 def _level(node: int) -> int:
     level = 0
     while node > 1:
@@ -131,23 +125,6 @@ def _renew(sums: np.ndarray, weights: np.ndarray, leaves: np.ndarray, start: int
 
 
 @inlined
-def unturned(uniforms: np.ndarray, out: np.ndarray) -> int:
-    """out (m,) gets uniforms (m,), sorted but for where they begin, sorted; returns the place of the least."""
-    num, turn = uniforms.shape[0], 0
-    for i in range(1, num):
-        if uniforms[i] < uniforms[i - 1]:
-            turn = i
-    for i in range(num):
-        out[i] = uniforms[turned(i, turn, num)]
-    return turn
-
-
-@inlined
-def turned(i: int, turn: int, num: int) -> int:
-    return i + turn if i + turn < num else i + turn - num
-
-
-@inlined
 def _cancels(difference: float, scored: float) -> bool:
     """Whether a score by subtraction from `scored` may have lost too much to rounding."""
     return difference < _LEAST_KEPT * scored or scored <= 0.0
@@ -163,7 +140,7 @@ def _mark_excluded(excluded: np.ndarray, blocks: int, block_size: int, leaves: n
             levels[e] = _level(leaves[e])
 
 
-@inlined
+@lean
 def _floored(
     node: int,
     level: int,
@@ -171,15 +148,15 @@ def _floored(
     right: float,
     b: int,
     row: int,
-    leaves: np.ndarray,
-    leaf_levels: np.ndarray,
+    excluded_leaves: tuple[np.ndarray, ...],
     state: tuple[Any, ...],
 ) -> tuple[float, float]:
     """The masses of both children of a node for query b, as `tree._mass`, from their scores; the level is theirs.
 
-    What b excludes is in that row of leaves and leaf_levels.
+    What b excludes is in that row of the leaves and levels that are excluded.
     """
-    _, floor, _, _, excluded_mass, excluded_weight, _, weights, counts, _, _, _, _, _ = state
+    leaves, leaf_levels = excluded_leaves
+    floor, excluded_mass, excluded_weight, weights, counts = state[1], state[4], state[5], state[7], state[8]
     all_left, all_right = weights[2 * node], weights[2 * node + 1]
     weight_left, weight_right, count_left, count_right = all_left, all_right, 0, 0
     for e in range(leaves.shape[1]):
@@ -202,85 +179,15 @@ def _floored(
     return left, right
 
 
-@inlined
-def _block_logits(
-    block: int, b: int, logits: np.ndarray, masses: np.ndarray, state: tuple[Any, ...], following: int
-) -> tuple[int, float, float]:
-    """Fills logits and masses, exp(logit - largest), of a block; returns their number, the largest logit, the sum."""
-    queries, rows = state[2], state[9]
-    start, size, ahead = _block_rows(block, state, following)
-    dots(queries[b], rows, start, size, ahead, logits)
-    largest, total = _block_masses(start, size, b, logits, masses, state)
-    return size, largest, total
-
-
-@inlined
-def _block_rows(block: int, state: tuple[Any, ...], following: int) -> tuple[int, int, int]:
-    """The first row of a block, their number, and how far from them those of the block lie that follows.
-
-    Row by row, these are to be fetched meanwhile; all at once they would drive out this block's.
-    """
-    rows, units, offsets, block_size = state[9], state[10], state[11], state[12]
-    start = block * block_size
-    size = min(block_size, rows.shape[0] - start)
-    ahead = (following - block) * block_size
-    if start + ahead + size > rows.shape[0]:
-        ahead = 0
-    for k in range(0, size if ahead else 0, 16):
-        prefetch_number(offsets, start + ahead + k)
-        if units.shape[0]:
-            prefetch_number(units, start + ahead + k)
-    return start, size, ahead
-
-
-@inlined
-def _block_masses(
-    start: int, size: int, b: int, logits: np.ndarray, masses: np.ndarray, state: tuple[Any, ...]
-) -> tuple[float, float]:
-    """Makes logits of the dot products in `logits`, and fills masses; returns the largest logit and the sum."""
-    excluded, units, offsets, leaf_rule = state[3], state[10], state[11], state[13]
-    if units.shape[0]:
-        for k in range(size):
-            logits[k] *= units[start + k]
-    if leaf_rule == LEAF_ABSOLUTE:
-        for k in range(size):
-            logits[k] = abs(logits[k])
-    elif leaf_rule == LEAF_QUADRATIC:
-        for k in range(size):
-            logits[k] = np.log1p(logits[k] * logits[k])
-    for k in range(size):
-        logits[k] += offsets[start + k]
-    for e in range(excluded.shape[1]):
-        if start <= excluded[b, e] < start + size:
-            logits[excluded[b, e] - start] = -np.inf
-    largest, total = greatest(logits, size), logits.dtype.type(0.0)
-    exp(logits, largest, masses, size)
-    for e in range(excluded.shape[1]):
-        if start <= excluded[b, e] < start + size:
-            masses[excluded[b, e] - start] = 0.0
-    for k in range(size):
-        total += masses[k]
-    return np.float64(largest), np.float64(total)
-
-
-@inlined
+@lean
 def _enter(
-    walk: tuple[np.ndarray, ...], i: int, k: int, node: int, samples: tuple[int, int], path: float, score: float
+    walks: tuple[np.ndarray, ...], i: int, k: int, node: int, samples: tuple[int, int], path: float, score: float
 ) -> None:
     """Entry k: the walk of entry i, of its samples first to last, at a node below."""
-    queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds = walk
+    queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds = walks
     queries[k], nodes[k], log_paths[k] = queries[i], node, log_paths[i]
     firsts[k], lasts[k] = samples
     paths[k], scores[k], scoreds[k] = path, score, scoreds[i] if node & 1 else score
-
-
-@inlined
-def _searched(cdf: np.ndarray, end: int, mass: float) -> int:
-    """How many of cdf[:end] are at most `mass`: all are looked at, which takes less than to stop early."""
-    found = 0
-    for k in range(end):
-        found += cdf[k] <= mass
-    return found
 
 
 @embedded
@@ -292,129 +199,146 @@ def _draw(
     start: int,
     stop: int,
 ) -> None:
-    """Level by level for a group of queries, in the order of the nodes: what several of them read is fetched once, and
-    their walks do not wait for one another's memory."""
-    phi, leaf_queries, excluded, sums, weights, rows = state[0], state[2], state[3], state[6], state[7], state[9]
-    block_size = state[12]
-    blocks, num = sums.shape[0] // 2, uniforms.shape[1]
-    each = positions.shape[1] // max(1, num)
-    group = min(stop - start, max(1, _GROUP // num))
-    room, ahead = group * num, max(2, _FETCHED // (sums.shape[1] * sums.itemsize))
-    u, turns, score_left = np.empty((group, num)), np.empty(group, np.int64), np.empty(room)
-    leaves, leaf_levels = np.empty((group, excluded.shape[1]), np.int64), np.empty((group, excluded.shape[1]), np.int64)
-    # Nodes and the range of samples that pass through them: this level and the next in turn in the two halves, and in
-    # the third part the leaves where walks have ended. A node's probability is path x exp(log_path): one log a path,
-    # not one a level. A right child's score is its parent's less its sibling's, which spares half of the memory
-    # read, unless too much of `scored`, the last score that came from a sum itself, would cancel.
+    """A group of queries at a time: first the walks of all, then the blocks where they have ended."""
+    excluded, block_size, kind, num = state[3], state[12], state[0].dtype, uniforms.shape[1]
+    group = min(stop - start, max(1, _GROUP // max(1, num)))
+    room = group * num + 1  # for an entry that is written and not kept
+    # The walks: nodes and the range of samples that pass through them. A node's probability is path x exp(log_path):
+    # one log a path, not one a level. A right child's score is its parent's less its sibling's, which spares half of
+    # the memory read, unless too much of `scored`, the last score that came from a sum itself, would cancel.
     queries, nodes = np.empty(3 * room, np.int64), np.empty(3 * room, np.int64)
     firsts, lasts = np.empty(3 * room, np.int64), np.empty(3 * room, np.int64)
     paths, log_paths, scores, scoreds = np.empty(3 * room), np.empty(3 * room), np.empty(3 * room), np.empty(3 * room)
-    walk = (queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds)
-    # Where the next entry goes: of an inner node on the next level, or of a leaf.
+    walks = (queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds)
+    samples = (np.empty((group, num)), np.empty(group, np.int64), np.empty(group * num))
+    leaves = (np.empty((group, excluded.shape[1]), np.int64), np.empty((group, excluded.shape[1]), np.int64))
     ends = np.empty(2, np.int64)
-    logits, masses, cdf = np.empty((2, block_size), phi.dtype), np.empty(block_size, phi.dtype), np.empty(block_size)
+    x = np.empty((group, state[2].shape[1]), state[14].dtype)
+    block = (x, np.empty(group), np.empty(block_size, kind), np.empty(block_size, kind), np.empty(block_size))
     for low in range(start, stop, group):
-        here, there, count, level = 0, room, min(group, stop - low), 0
-        ends[1] = 2 * room
-        for i in range(count):
-            turns[i] = unturned(uniforms[low + i], u[i])
-            _mark_excluded(excluded[low + i], blocks, block_size, leaves[i], leaf_levels[i])
-            k = i if blocks > 1 else 2 * room + i
-            queries[k], nodes[k], firsts[k], lasts[k], paths[k], log_paths[k] = i, 1, 0, num, 1.0, 0.0
-            scores[k] = dot(phi[low + i], sums[1])
-            scoreds[k] = scores[k]
-        if blocks == 1:
-            ends[1], count = 2 * room + count, 0
-        while count:
-            level += 1
-            for i in range(count):
-                following = nodes[here + i + ahead] if i + ahead < count else 0
-                if following and following != nodes[here + i + ahead - 1]:  # on its way while this node is scored
-                    prefetch(sums, 2 * following, 2 * following + 1)
-                    prefetch_number(weights, 2 * following)
-                score_left[i] = dot(phi[low + queries[here + i]], sums[2 * nodes[here + i]])
-                if _cancels(scores[here + i] - score_left[i], scoreds[here + i]):
-                    prefetch(sums, 2 * nodes[here + i] + 1, 2 * nodes[here + i] + 2)
-            ends[0], first = there, here
-            while first < here + count:
-                # All entries at one node: first their left children, then their right ones.
-                node, last = nodes[first], first
-                left_end, right_end = 0 if 2 * node < blocks else 1, 0 if 2 * node + 1 < blocks else 1
-                while last < here + count and nodes[last] == node:
-                    i, query = last, queries[last]
-                    of_left = score_left[i - here]
-                    of_right = scores[i] - of_left
-                    if _cancels(of_right, scoreds[i]):
-                        of_right = np.float64(dot(phi[low + query], sums[2 * node + 1]))
-                        scoreds[i] = of_right
-                    masses_of = _floored(node, level, of_left, of_right, low + query, query, leaves, leaf_levels, state)
-                    p = masses_of[0] / (masses_of[0] + masses_of[1])
-                    middle = firsts[i]
-                    while middle < lasts[i] and u[query, middle] < p:
-                        u[query, middle] = min(u[query, middle] / p, MAX_UNIFORM)
-                        middle += 1
-                    for j in range(middle, lasts[i]):
-                        u[query, j] = min((u[query, j] - p) / (1 - p), MAX_UNIFORM)
-                    if paths[i] < _LEAST_PRODUCT:
-                        paths[i], log_paths[i] = 1.0, log_paths[i] + np.log(paths[i])
-                    if middle > firsts[i]:
-                        _enter(walk, i, ends[left_end], 2 * node, (firsts[i], middle), paths[i] * p, of_left)
-                        ends[left_end] += 1
-                    firsts[i], paths[i], scores[i] = middle, paths[i] * (1 - p), of_right
-                    last += 1
-                for i in range(first, last):
-                    if firsts[i] < lasts[i]:
-                        _enter(walk, i, ends[right_end], 2 * node + 1, (firsts[i], lasts[i]), paths[i], scores[i])
-                        ends[right_end] += 1
-                first = last
-            here, there, count = there, here, ends[0] - there
-        first = 2 * room
-        while first < ends[1]:
-            # Two walks that have ended at one block score its rows together.
+        _walk(low, min(group, stop - low), room, uniforms, state, walks, samples, leaves, ends)
+        for i in range(min(group, stop - low)):
+            block[1][i] = leaf_query(state[2][low + i], state, x[i])
+        draw_in_blocks(low, 2 * room, ends[1], state, walks, samples, block, (positions, log_q))
+
+
+@lean
+def _walk(
+    low: int,
+    count: int,
+    room: int,
+    uniforms: np.ndarray,
+    state: tuple[Any, ...],
+    walks: tuple[np.ndarray, ...],
+    samples: tuple[np.ndarray, ...],
+    excluded_leaves: tuple[np.ndarray, ...],
+    ends: np.ndarray,
+) -> None:
+    """Down to the leaves for `count` queries from `low` on; entries 2 room to ends[1] of `walks` are where they end.
+
+    Level by level, in the order of the nodes: what several of them read is fetched once, and their walks do not wait
+    for one another's memory. This level and the next are in turn in the two halves of the first 2 room entries.
+    """
+    phi, excluded, sums, weights = state[0], state[3], state[6], state[7]
+    blocks, num = sums.shape[0] // 2, uniforms.shape[1]
+    ahead = max(2, _FETCHED // (sums.shape[1] * sums.itemsize))
+    queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds = walks
+    (u, turns, score_left), (leaves, leaf_levels) = samples, excluded_leaves
+    here, there, level, ends[1] = 0, room, 0, 2 * room
+    for i in range(count):
+        turns[i] = unturned(uniforms[low + i], u[i])
+        _mark_excluded(excluded[low + i], blocks, state[12], leaves[i], leaf_levels[i])
+        k = i if blocks > 1 else 2 * room + i
+        queries[k], nodes[k], firsts[k], lasts[k], paths[k], log_paths[k] = i, 1, 0, num, 1.0, 0.0
+        scores[k] = dot(phi[low + i], sums[1])
+        scoreds[k] = scores[k]
+    if blocks == 1:
+        ends[1], count = 2 * room + count, 0
+    while count:
+        level += 1
+        for i in range(here, here + count):
+            following = nodes[i + ahead] if i + ahead < here + count else 0
+            if following and following != nodes[i + ahead - 1]:  # on its way while this node is scored
+                prefetch(sums, 2 * following, 2 * following + 1)
+                prefetch_number(weights, 2 * following)
+            score_left[i - here] = dot(phi[low + queries[i]], sums[2 * nodes[i]])
+            if _cancels(scores[i] - score_left[i - here], scoreds[i]):
+                prefetch(sums, 2 * nodes[i] + 1, 2 * nodes[i] + 2)
+        ends[0], first = there, here
+        while first < here + count:
+            # All entries at one node: first their left children, then their right ones.
             node, last = nodes[first], first + 1
-            if last < ends[1] and nodes[last] == node:
+            while last < here + count and nodes[last] == node:
                 last += 1
-            following = nodes[last] - blocks if last < ends[1] else node - blocks
-            block_start, size, rows_ahead = _block_rows(node - blocks, state, following)
-            of_one, of_other = leaf_queries[low + queries[first]], leaf_queries[low + queries[last - 1]]
-            if last == first + 2:
-                two_dots(of_one, of_other, rows, block_start, size, rows_ahead, logits)
-            else:
-                dots(of_one, rows, block_start, size, rows_ahead, logits[0])
+            left_end, right_end = 0 if 2 * node < blocks else 1, 0 if 2 * node + 1 < blocks else 1
             for i in range(first, last):
-                query, own = queries[i], logits[i - first]
-                b = low + query
-                largest, total = _block_masses(block_start, size, b, own, masses, state)
-                # Rounding may push a uniform past the end: it then means the last class that has any probability.
-                end = size - 1
-                while end > 0 and masses[end] == 0.0:
-                    end -= 1
-                summed = 0.0
-                for k in range(end + 1):
-                    summed += masses[k]
-                    cdf[k] = summed
-                log_path = log_paths[i] + np.log(paths[i] / total) - largest
-                for j in range(firsts[i], lasts[i]):
-                    place = each * turned(j, turns[query], num)
-                    for e in range(each):
-                        v = u[query, j] + e / each
-                        k = _searched(cdf, end, (v if v < 1.0 else v - 1.0) * total)
-                        positions[b, place + e] = block_start + k
-                        log_q[b, place + e] = log_path + own[k]
+                of_left = score_left[i - here]
+                of_right, p = _halves(i, of_left, level, low, state, walks, excluded_leaves)
+                middle = _parted(u[queries[i]], firsts[i], lasts[i], p)
+                # Whether there is a child is not to be foreseen: it is written, and kept by moving on.
+                _enter(walks, i, ends[left_end], 2 * node, (firsts[i], middle), paths[i] * p, of_left)
+                ends[left_end] += middle > firsts[i]
+                firsts[i], paths[i], scores[i] = middle, paths[i] * (1 - p), of_right
+            for i in range(first, last):
+                _enter(walks, i, ends[right_end], 2 * node + 1, (firsts[i], lasts[i]), paths[i], scores[i])
+                ends[right_end] += lasts[i] > firsts[i]
             first = last
+        here, there, count = there, here, ends[0] - there
+
+
+@lean
+def _halves(
+    i: int,
+    of_left: float,
+    level: int,
+    low: int,
+    state: tuple[Any, ...],
+    walks: tuple[np.ndarray, ...],
+    excluded_leaves: tuple[np.ndarray, ...],
+) -> tuple[float, float]:
+    """Of the children of entry i's node the right one's score, from the left one's, and the left one's probability."""
+    phi, sums = state[0], state[6]
+    queries, nodes, _, _, paths, log_paths, scores, scoreds = walks
+    query, node = queries[i], nodes[i]
+    of_right = scores[i] - of_left
+    if _cancels(of_right, scoreds[i]):
+        of_right = np.float64(dot(phi[low + query], sums[2 * node + 1]))
+        scoreds[i] = of_right
+    if paths[i] < _LEAST_PRODUCT:
+        paths[i], log_paths[i] = 1.0, log_paths[i] + np.log(paths[i])
+    left, right = _floored(node, level, of_left, of_right, low + query, query, excluded_leaves, state)
+    return of_right, left / (left + right)
+
+
+@lean
+def _parted(u: np.ndarray, first: int, last: int, p: float) -> int:
+    """Makes sorted uniforms first to last those of the children, of which the left one has probability p; returns where
+    the right one's begin."""
+    if last == first + 1:  # by far the most, and without a branch that cannot be foreseen
+        right = u[first] >= p
+        u[first] = min((u[first] - p if right else u[first]) / (1 - p if right else p), MAX_UNIFORM)
+        return last - right
+    while first < last and u[first] < p:
+        u[first] = min(u[first] / p, MAX_UNIFORM)
+        first += 1
+    for j in range(first, last):
+        u[j] = min((u[j] - p) / (1 - p), MAX_UNIFORM)
+    return first
 
 
 @embedded
 def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, start: int, stop: int) -> None:
     phi, excluded, sums, block_size = state[0], state[3], state[6], state[12]
     blocks = sums.shape[0] // 2
+    x = np.empty(state[2].shape[1], state[14].dtype)
     logits, masses = np.empty(block_size, phi.dtype), np.empty(block_size, phi.dtype)
     leaves, leaf_levels = np.empty((1, excluded.shape[1]), np.int64), np.empty((1, excluded.shape[1]), np.int64)
     for b in range(start, stop):
         _mark_excluded(excluded[b], blocks, block_size, leaves[0], leaf_levels[0])
+        unit = leaf_query(state[2][b], state, x)
         for i in range(positions.shape[1]):
             block, place = divmod(positions[b, i], block_size)
-            _, largest, total = _block_logits(block, b, logits, masses, state, block)
+            _, largest, total = block_logits(block, b, x, unit, logits, masses, state, block)
             log_q[b, i] = -np.inf
             if logits[place] == -np.inf:
                 continue
@@ -424,7 +348,7 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
             while node > 1:
                 parent = node >> 1
                 left, right = np.float64(dot(phi[b], sums[2 * parent])), np.float64(dot(phi[b], sums[2 * parent + 1]))
-                left, right = _floored(parent, level, left, right, b, 0, leaves, leaf_levels, state)
+                left, right = _floored(parent, level, left, right, b, 0, (leaves, leaf_levels), state)
                 value += np.log((right if node & 1 else left) / (left + right))
                 node, level = parent, level - 1
             log_q[b, i] = value

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from .losses import _NORMALIZE_EPS, _gathered
 from .row_kernels import gathered
 from .threads import spread
-from .vectors import AHEAD, dot, embedded, inlined, prefetch
+from .vectors import AHEAD, dot, dot_and_square, inlined, lean, prefetch
 
 
 def suits(hidden: Tensor, weight: Tensor) -> bool:
@@ -144,7 +144,7 @@ def _fetch(weight: np.ndarray, ids: np.ndarray, b: int, p: int, stop: int) -> No
         prefetch(weight, ids[b, p], ids[b, p] + 1)
 
 
-@embedded
+@lean
 def _forward(
     queries: np.ndarray,
     weight: np.ndarray,
@@ -158,14 +158,15 @@ def _forward(
     for b in range(start, stop):
         for p in range(ids.shape[1]):
             _fetch(weight, ids, b, p + AHEAD, stop)
-            row = weight[ids[b, p]]
-            dots[b, p] = dot(queries[b], row)
             if normalize:
-                norms[b, p] = np.sqrt(dot(row, row))
+                dots[b, p], square = dot_and_square(queries[b], weight[ids[b, p]])
+                norms[b, p] = np.sqrt(square)
                 dots[b, p] /= max(norms[b, p], _NORMALIZE_EPS)
+            else:
+                dots[b, p] = dot(queries[b], weight[ids[b, p]])
 
 
-@embedded
+@lean
 def _query_gradient(arrays: tuple[np.ndarray, ...], normalize: bool, out: np.ndarray, start: int, stop: int) -> None:
     _, weight, ids, _, norms, grad = arrays
     for b in range(start, stop):
@@ -180,7 +181,7 @@ def _query_gradient(arrays: tuple[np.ndarray, ...], normalize: bool, out: np.nda
                 total[j] += factor * row[j]
 
 
-@embedded
+@lean
 def _through_length(grad: np.ndarray, radial: float, row: np.ndarray, norm: float) -> None:
     """Makes the gradient of u = v/|v| that of v, the row; radial is grad.u.
 
@@ -192,7 +193,7 @@ def _through_length(grad: np.ndarray, radial: float, row: np.ndarray, norm: floa
         grad[j] = (grad[j] - along * row[j]) * scale
 
 
-@embedded
+@lean
 def _row_gradients(
     arrays: tuple[np.ndarray, ...],
     normalize: bool,
@@ -209,7 +210,8 @@ def _row_gradients(
         total = rows[k]
         total[:] = 0.0
         radial = total[0]
-        for place in order[starts[k] : ends[k]]:
+        for i in range(starts[k], ends[k]):
+            place = order[i]
             b, p = divmod(place, width)
             query, factor = queries[b], grad[b, p]
             radial += factor * dots[b, p]
@@ -220,7 +222,7 @@ def _row_gradients(
             _through_length(total, radial, weight[classes[k]], norms[b, p])
 
 
-@embedded
+@lean
 def _summed(
     arrays: tuple[np.ndarray, ...],
     normalize: bool,
@@ -233,7 +235,8 @@ def _summed(
     for k in range(start, stop):
         total = rows[k]
         total[:] = 0.0
-        for place in order[starts[k] : ends[k]]:
+        for i in range(starts[k], ends[k]):
+            place = order[i]
             for j in range(total.shape[0]):
                 total[j] += grad[place, j]
         if normalize:

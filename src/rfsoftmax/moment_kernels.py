@@ -1,6 +1,6 @@
 """`draw`, `log_prob` and `exclude` of `samplers/moment.py` for CPU tensors, compiled by numba: same in, same out.
 
-The leaves are those of `kernels.py`.
+The leaves are those of `block_kernels.py`.
 """
 
 from typing import Any
@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import _arrays, _block_logits, turned, unturned
+from .block_kernels import block_logits, leaf_query, turned, unturned
+from .kernels import _arrays
 from .threads import spread
 from .tree import MAX_UNIFORM, Query, Tree
 from .vectors import embedded
@@ -52,7 +53,9 @@ def _draw(
     num, ascending, u = uniforms.shape[1], np.empty(uniforms.shape[1]), np.empty(uniforms.shape[1])
     places = np.empty(num, np.int64)
     logits, masses = np.empty(block_size, state[2].dtype), np.empty(block_size, state[2].dtype)
+    x = np.empty(state[2].shape[1], state[14].dtype)
     for b in range(start, stop):
+        unit = leaf_query(state[2][b], state, x)
         turn = unturned(uniforms[b], ascending)
         all_mass, end = 0.0, block_masses.shape[1] - 1
         for k in range(block_masses.shape[1]):
@@ -70,7 +73,7 @@ def _draw(
             while last < num and not (block < end and ascending[last] * all_mass >= cdf):
                 u[last] = min(max(ascending[last] * all_mass - before, 0.0) / mass, MAX_UNIFORM)
                 last += 1
-            size, largest, total = _block_logits(block, b, logits, masses, state, block)
+            size, largest, total = block_logits(block, b, x, unit, logits, masses, state, block)
             _places(u[first:last], masses[:size], total, places[first:last])
             path = np.log(mass / all_mass) - largest - np.log(total)
             for i in range(first, last):
@@ -97,10 +100,12 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
     """Adds log p(i | block) to log_q, which holds log P(block)."""
     block_size = state[12]
     logits, masses = np.empty(block_size, state[2].dtype), np.empty(block_size, state[2].dtype)
+    x = np.empty(state[2].shape[1], state[14].dtype)
     for b in range(start, stop):
+        unit = leaf_query(state[2][b], state, x)
         for i in range(positions.shape[1]):
             block, place = divmod(positions[b, i], block_size)
-            _, largest, total = _block_logits(block, b, logits, masses, state, block)
+            _, largest, total = block_logits(block, b, x, unit, logits, masses, state, block)
             if logits[place] == -np.inf:
                 log_q[b, i] = -np.inf
             else:
@@ -111,11 +116,13 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
 def _exclude(state: tuple[Any, ...], log_weight: np.ndarray, start: int, stop: int) -> None:
     log_masses, excluded, block_size = state[0], state[3], state[12]
     logits, masses = np.empty(block_size, state[2].dtype), np.empty(block_size, state[2].dtype)
+    x = np.empty(state[2].shape[1], state[14].dtype)
     for b in range(start, stop):
+        unit = leaf_query(state[2][b], state, x)
         for e in range(excluded.shape[1]):
             if excluded[b, e] >= 0:
                 block = excluded[b, e] // block_size
-                size, _, _ = _block_logits(block, b, logits, masses, state, block)
+                size, _, _ = block_logits(block, b, x, unit, logits, masses, state, block)
                 first = block * block_size
                 log_masses[b, block] = _log_mass(log_weight[first : first + size], logits)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .memory import in_huge_pages
 from .threads import spread
-from .vectors import embedded, prefetch
+from .vectors import lean, prefetch
 
 # Rows whose state is fetched ahead of its use.
 _AHEAD = 8
@@ -90,7 +90,7 @@ def _rows(tensor: Tensor) -> np.ndarray:
     return tensor.view(len(tensor), -1).numpy()
 
 
-@embedded
+@lean
 def _adam(
     ids: np.ndarray,
     grads: np.ndarray,

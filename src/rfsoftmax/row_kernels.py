@@ -8,9 +8,11 @@ from torch import Tensor
 
 from .threads import spread
 from .tree import Tree, mean_rounding
-from .vectors import AHEAD, compiled, dot, embedded, number, prefetch, prefetch_number
+from .vectors import AHEAD, compiled, dot, lean, number, prefetch, prefetch_number
 
 _NORMALIZE_EPS = 1e-12  # the default of F.normalize
+# Of a key for sorting: where its id stands in a list. The rest is its position.
+_PLACE_BITS = 31
 
 
 class Logits(NamedTuple):
@@ -38,17 +40,23 @@ def shifts(
     return moved
 
 
-def past(ids: Tensor, shifts: Tensor, tolerance: float, position: Tensor) -> Tensor:
-    """The positions of those of ids (k,) whose shifts (k,) are greater than the tolerance, ascending, each once."""
-    found = np.empty(len(ids), np.int64)
-    count = _past(ids.numpy(), shifts.numpy(), tolerance, position.numpy(), found)
-    return distinct(torch.from_numpy(found[:count]))
+def past(ids: Tensor, shifts: Tensor, tolerance: float, position: Tensor) -> tuple[float, Tensor, Tensor]:
+    """The mean of shifts (k,); of those of ids (k,) that have a greater one than the tolerance the positions, ascending
+    and each once, and the ids."""
+    keys = np.empty(len(ids), np.int64)
+    total, count = _past(ids.numpy(), shifts.numpy(), tolerance, position.numpy(), keys)
+    keys = keys[:count]
+    keys.sort()
+    found = np.empty((2, count), np.int64)
+    count = _unpacked(ids.numpy(), keys, found)
+    positions, which = torch.from_numpy(found[:, :count])
+    return total / len(ids), positions, which
 
 
-def distinct(ids: Tensor) -> Tensor:
-    """ids (k,) in ascending order, each once: `ids.unique()`, several times faster."""
-    ascending = np.sort(ids.numpy())
-    return torch.from_numpy(ascending[: _distinct(ascending)])
+def distinct(ids: np.ndarray) -> np.ndarray:
+    """ids (k,) in ascending order, each once: `np.unique`, several times faster."""
+    ascending = np.sort(ids)
+    return ascending[: _distinct(ascending)]
 
 
 def gathered(weight: Tensor, ids: Tensor, normalize: bool) -> Tensor:
@@ -59,7 +67,7 @@ def gathered(weight: Tensor, ids: Tensor, normalize: bool) -> Tensor:
     return rows
 
 
-@embedded
+@lean
 def _shifts(
     source: tuple[np.ndarray, ...],
     ids: np.ndarray,
@@ -100,11 +108,27 @@ def _shifts(
 
 
 @compiled
-def _past(ids: np.ndarray, shifts: np.ndarray, tolerance: float, position: np.ndarray, out: np.ndarray) -> int:
-    count = 0
+def _past(
+    ids: np.ndarray, shifts: np.ndarray, tolerance: float, position: np.ndarray, keys: np.ndarray
+) -> tuple[float, int]:
+    """The sum of shifts, and how many of ids are past the tolerance: so many keys get position and place in ids."""
+    total, count = 0.0, 0
     for k in range(ids.shape[0]):
-        out[count] = position[ids[k]]
-        count += shifts[k] > tolerance
+        if shifts[k] > tolerance:
+            keys[count] = (np.int64(position[ids[k]]) << _PLACE_BITS) | k
+            count += 1
+        total += shifts[k]
+    return total, count
+
+
+@compiled
+def _unpacked(ids: np.ndarray, keys: np.ndarray, out: np.ndarray) -> int:
+    """out (2, k) gets positions and ids of ascending keys (k,), a position once; returns how many those are."""
+    count = 0
+    for key in keys:
+        if count == 0 or key >> _PLACE_BITS != out[0, count - 1]:
+            out[0, count], out[1, count] = key >> _PLACE_BITS, ids[key & ((1 << _PLACE_BITS) - 1)]
+            count += 1
     return count
 
 
@@ -119,7 +143,7 @@ def _distinct(ascending: np.ndarray) -> int:
     return count
 
 
-@embedded
+@lean
 def given_length(row: np.ndarray, normalize: bool, out: np.ndarray) -> None:
     """out = row, of unit length if `normalize`: `F.normalize(row, dim=0)`."""
     length = row.dtype.type(max(np.sqrt(dot(row, row)), _NORMALIZE_EPS)) if normalize else row.dtype.type(1.0)
@@ -127,7 +151,7 @@ def given_length(row: np.ndarray, normalize: bool, out: np.ndarray) -> None:
         out[j] = row[j] / length
 
 
-@embedded
+@lean
 def _gathered(weight: np.ndarray, ids: np.ndarray, normalize: bool, out: np.ndarray, start: int, stop: int) -> None:
     for k in range(start, stop):
         if k + AHEAD < stop:

@@ -32,6 +32,8 @@ CHUNK_ELEMENTS = 1 << 24
 # Rows in bytes: their numbers are whole multiples, up to this, of a unit that each row has.
 LARGEST_BYTE = 127
 LEAST_UNIT = 1e-30
+# Queries of such rows are of 16 bits, or fewer lest a product's terms sum up to more than 32.
+LARGEST_SHORT, LARGEST_SUM = 2**15 - 1, 2**31 - 1
 # Features are made and summed in pieces that stay in a shared cache.
 CACHED_ELEMENTS = 1 << 20
 
@@ -115,6 +117,16 @@ class Tree(nn.Module):
         rows = _taken(self.rows, positions)
         return rows.to(self.units) * _taken(self.units, positions).unsqueeze(-1) if self.byte_rows else rows
 
+    def leaf_queries(self, queries: Tensor) -> Tensor:
+        """Queries (B, d) as the leaves multiply them with their rows: rounded too, if `byte_rows`, 256 times as finely.
+
+        Products of whole numbers are exact and fast, and what is rounded off hardly counts beside what was of the rows.
+        """
+        if not self.byte_rows:
+            return queries
+        units = queries.abs().amax(1, keepdim=True).clamp_(min=LEAST_UNIT) / largest_short(queries.shape[1])
+        return (queries / units).round_().mul_(units)
+
     def start(self, offsets: Tensor, width: int) -> None:
         """Make room for the sums of the rows, in the memory of those before if they have the size."""
         n, b = self.rows.shape[0], self.block_size
@@ -152,6 +164,11 @@ class Tree(nn.Module):
     def leaf_of(self, positions: Tensor) -> Tensor:
         """The leaf node of each position; 0, the unused node, for -1."""
         return torch.where(positions < 0, 0, self.num_blocks + positions // self.block_size)
+
+
+def largest_short(dim: int) -> int:
+    """The largest number of a rounded query."""
+    return min(LARGEST_SHORT, LARGEST_SUM // (LARGEST_BYTE * dim))
 
 
 def to_bytes(rows: Tensor) -> tuple[Tensor, Tensor]:

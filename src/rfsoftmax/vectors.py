@@ -19,15 +19,18 @@ inlined = functools.partial(compiled, inline="always")
 # For what other kernels call: each has its own copy. Else a process takes the copy that it loaded first, compiled for
 # another caller and rounding differently, and results depend on what ran before.
 embedded = functools.partial(compiled, forceinline=True)
+# For what makes no arrays: without it numba counts the references to every row that is taken of an array, by calls that
+# empty the vector registers, and, for arrays made in compiled code, by locked instructions, which memory waits for.
+lean = functools.partial(embedded, _nrt=False)
 # Rows on their way to the cache ahead of the one in use.
-AHEAD = 8
+AHEAD = 16
 # pi/2 in three parts: whole multiples of the first two, up to 2^14, are exact in float32.
 _QUARTERS = (1.5703125, 4.8375129699707031e-4, 7.549789954891882e-8)
 
 
 @intrinsic
 def number(context: Any, x: Any) -> Any:
-    """A float as it is; an int8 as a float32."""
+    """A float as it is; an int8 or int16 as a float32."""
 
     def widen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.sitofp(arguments[0], ir.FloatType())
@@ -35,7 +38,7 @@ def number(context: Any, x: Any) -> Any:
     def keep(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return arguments[0]
 
-    return (types.float32(x), widen) if x == types.int8 else (x(x), keep)
+    return (types.float32(x), widen) if x in (types.int8, types.int16) else (x(x), keep)
 
 
 @intrinsic
@@ -45,34 +48,57 @@ def _prefetch_line(context: Any, address: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
         prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         line = builder.inttoptr(arguments[0], pointer)
-        builder.call(prefetch, [line, *(ir.Constant(flag, value) for value in (0, 2, 1))])
+        builder.call(prefetch, [line, *(ir.Constant(flag, value) for value in (0, 3, 1))])
         return context.get_dummy_value()
 
     return types.void(types.uintp), make
 
 
-@embedded
+@lean
+def _prefetch_bytes(address: int, size: int) -> None:
+    """Have so many bytes on their way, by tests in place of a loop: one beside each row would cost as much as a row."""
+    lines = (size + 63) >> 6
+    if lines & 1:
+        _prefetch_line(np.uintp(address))
+        address += 64
+    if lines & 2:
+        for k in range(2):
+            _prefetch_line(np.uintp(address + 64 * k))
+        address += 128
+    if lines & 4:
+        for k in range(4):
+            _prefetch_line(np.uintp(address + 64 * k))
+        address += 256
+    if lines & 8:
+        for k in range(8):
+            _prefetch_line(np.uintp(address + 64 * k))
+        address += 512
+    for _ in range(lines >> 4):
+        for k in range(16):
+            _prefetch_line(np.uintp(address + 64 * k))
+        address += 1024
+
+
+@lean
 def prefetch(array: np.ndarray, first: int, last: int) -> None:
     """Have rows first..last of a matrix on their way to the cache."""
     size = array.itemsize * array.shape[1]
-    for offset in range(first * size, last * size, 64):
-        _prefetch_line(np.uintp(array.ctypes.data + offset))
+    _prefetch_bytes(array.ctypes.data + first * size, (last - first) * size)
 
 
-@embedded
+@lean
 def prefetch_number(array: np.ndarray, i: int) -> None:
     _prefetch_line(np.uintp(array.ctypes.data + array.itemsize * i))
 
 
-@embedded
+@lean
 def prefetch_columns(array: np.ndarray, row: int, start: int, stop: int) -> None:
     """Have columns start..stop of a row on their way to the cache."""
-    first = array.ctypes.data + row * array.itemsize * array.shape[1]
-    for offset in range(start * array.itemsize, stop * array.itemsize, 64):
-        _prefetch_line(np.uintp(first + offset))
+    first = array.ctypes.data + (row * array.shape[1] + start) * array.itemsize
+    _prefetch_bytes(first, (stop - start) * array.itemsize)
 
 
-@embedded
+@lean
 def dot(x: np.ndarray, y: np.ndarray) -> float:
     # A zero of their own type, so that the loop keeps all its elements and whole vectors.
     total = number(x[0]) - number(x[0])
@@ -81,54 +107,15 @@ def dot(x: np.ndarray, y: np.ndarray) -> float:
     return total
 
 
-@embedded
-def dots(x: np.ndarray, rows: np.ndarray, start: int, size: int, ahead: int, out: np.ndarray) -> None:
-    """out[k] = x . rows[start + k], four at a time; rows so far `ahead` of them, unless 0, are fetched meanwhile."""
-    whole = size // 4 * 4
-    for k in range(0, whole, 4):
-        first = start + k
-        if ahead:
-            prefetch(rows, first + ahead, first + ahead + 4)
-        a, b, c, d = rows[first], rows[first + 1], rows[first + 2], rows[first + 3]
-        of_a = number(a[0]) - number(a[0])
-        of_b, of_c, of_d = of_a, of_a, of_a
-        for j in range(x.shape[0]):
-            of_a += x[j] * number(a[j])
-            of_b += x[j] * number(b[j])
-            of_c += x[j] * number(c[j])
-            of_d += x[j] * number(d[j])
-        out[k], out[k + 1], out[k + 2], out[k + 3] = of_a, of_b, of_c, of_d
-    for k in range(whole, size):
-        out[k] = dot(x, rows[start + k])
-
-
-@embedded
-def two_dots(
-    x: np.ndarray, y: np.ndarray, rows: np.ndarray, start: int, size: int, ahead: int, out: np.ndarray
-) -> None:
-    """`dots` of x to out[0] and of y to out[1]: what is read, and widened, of the rows serves both."""
-    whole = size // 4 * 4
-    for k in range(0, whole, 4):
-        first = start + k
-        if ahead:
-            prefetch(rows, first + ahead, first + ahead + 4)
-        a, b, c, d = rows[first], rows[first + 1], rows[first + 2], rows[first + 3]
-        xa = number(a[0]) - number(a[0])
-        xb, xc, xd, ya, yb, yc, yd = xa, xa, xa, xa, xa, xa, xa
-        for j in range(x.shape[0]):
-            of_a, of_b, of_c, of_d = number(a[j]), number(b[j]), number(c[j]), number(d[j])
-            xa += x[j] * of_a
-            xb += x[j] * of_b
-            xc += x[j] * of_c
-            xd += x[j] * of_d
-            ya += y[j] * of_a
-            yb += y[j] * of_b
-            yc += y[j] * of_c
-            yd += y[j] * of_d
-        out[0, k], out[0, k + 1], out[0, k + 2], out[0, k + 3] = xa, xb, xc, xd
-        out[1, k], out[1, k + 1], out[1, k + 2], out[1, k + 3] = ya, yb, yc, yd
-    for k in range(whole, size):
-        out[0, k], out[1, k] = dot(x, rows[start + k]), dot(y, rows[start + k])
+@lean
+def dot_and_square(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """x . y and y . y, in one pass."""
+    total = x[0] - x[0]
+    square = total
+    for i in range(x.shape[0]):
+        total += x[i] * y[i]
+        square += y[i] * y[i]
+    return total, square
 
 
 @intrinsic
@@ -194,7 +181,7 @@ def _greater(context: Any, x: Any, y: Any) -> Any:
     return x(x, x), make
 
 
-@embedded
+@lean
 def greatest(x: np.ndarray, size: int) -> float:
     found = x[0]
     for i in range(size):
@@ -202,7 +189,7 @@ def greatest(x: np.ndarray, size: int) -> float:
     return found
 
 
-@embedded
+@lean
 def exp(x: np.ndarray, largest: float, out: np.ndarray, size: int) -> None:
     """exp(x - largest) for x <= largest, exact to out's type and vectorised: 2^k times a series; at least 1e-37."""
     kind = out.dtype.type
@@ -214,7 +201,7 @@ def exp(x: np.ndarray, largest: float, out: np.ndarray, size: int) -> None:
         out[i] = _exp_series(less(y, whole, high, low)) * _two_to(whole)
 
 
-@embedded
+@lean
 def cos_sin(angles: np.ndarray, cosines: np.ndarray, sines: np.ndarray, scale: float) -> None:
     """scale x cos and sin of angles, exact to their own type and vectorised: series about multiples of pi/2."""
     kind = cosines.dtype.type

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory import room
+from ..memory import in_huge_pages, room
 from ..tree import Tree
 from .base import Sampler, check_dim, check_tau
 from .rows import ClassRows, index_dtype, slices
@@ -67,8 +67,9 @@ class AnchoredSampler(Sampler):
         if not self.keep_order or len(self.order) != n:
             # The memory of the old ones is for the sort.
             self.order, self.position = self.order.new_empty(0), self.position.new_empty(0)
-            self.order = self._by_weight(weight, bias) if self.anchored else torch.arange(n, device=bias.device)
-            self.order = self.order.to(index_dtype(n))
+            order = self._by_weight(weight, bias) if self.anchored else torch.arange(n, device=bias.device)
+            self.order = in_huge_pages(torch.empty(n, dtype=index_dtype(n), device=order.device)).copy_(order)
+            del order
         self.keep_order = False
         tree.make_room(n, self.dim, self.anchor)
         self.position = room((n + 1,), self.order, self.position)
@@ -82,7 +83,8 @@ class AnchoredSampler(Sampler):
             self.position.scatter_(0, ids, places)
 
     def _by_weight(self, weight: ClassRows, bias: Tensor) -> Tensor:
-        """The classes, heaviest first and equals by their number, as the moved anchor weighs them."""
+        """The classes, heaviest first and equals by their number, as the moved anchor weighs them: the lower half of
+        each number, if n has 32 bits."""
         self.anchor.copy_(self.query_mean)
         n, compact = len(weight), self.anchor.dtype == torch.float32 and self.anchor.device.type == "cpu"
         if not compact or n >= 2**31:
@@ -93,7 +95,7 @@ class AnchoredSampler(Sampler):
         for part, rows in weight.chunks():
             keys[part] += falling_keys(self._log_weight(rows, bias[part])) << 32
         keys.numpy().sort()
-        return keys.to(torch.int32)  # its lower half
+        return keys
 
     def _positions(self, ids: Tensor) -> Tensor:
         """The position of each of ids, -1 for -1, in their shape."""

@@ -44,7 +44,8 @@ class KernelSampler(AnchoredSampler):
       query of its own. Each follows q by itself, but they share the block and with it the error of its mass: Z' has the
       variance of m / draws_per_block walks, which with exact leaves is small already, at a fraction of their cost.
     - `byte_rows` keeps the sampler's copy of the class embeddings in 8 bits a number, each row in a unit of its own:
-      a quarter of what a draw reads of it. Features and leaves are those of the rounded rows, so q stays exact.
+      a quarter of what a draw reads of it, and the queries of the leaves in 16. Features and leaves are those of the
+      rounded numbers, so q stays exact.
     - `backend`: "numba" for CPU tensors and "torch" for any; "auto" takes numba where it can.
 
     Shared draws follow the mixture of the batch's queries in the tree, phi_bar = mean_b phi(h_b) / Z_b, and the leaf
@@ -160,12 +161,11 @@ class KernelSampler(AnchoredSampler):
             return super()._follow(ids, weight, bias, normalize)
         biases, logits = None if bias is None else (bias, self.bias), row_kernels.Logits(self.tau, normalize)
         shifts = row_kernels.shifts(self.tree, ids, self.position, weight, biases, logits)
-        shift = float(shifts.mean())
+        shift, positions, which = row_kernels.past(ids, shifts, self.tolerance, self.position)
         if not math.isfinite(shift):  # there it is said of which row
             return super()._follow(ids, weight, bias, normalize)
-        positions = row_kernels.past(ids, shifts, self.tolerance, self.position)
         if len(positions):
-            self._take(positions, self._classes(positions), weight, bias, normalize)
+            self._take(positions, which, weight, bias, normalize)
         return shift
 
     def _take(self, positions: Tensor, which: Tensor, weight: Tensor, bias: Tensor | None, normalize: bool) -> None:
@@ -307,7 +307,8 @@ class KernelSampler(AnchoredSampler):
         psi, weight = self._weighted(rows, bias, phi[batch:], log_scale[batch:])
         phi, floor = phi[:batch], self.floor * log_scale[:batch].double().exp()
         mass = torch.linalg.vecdot(psi.view(*positions.shape, -1), phi.unsqueeze(1)) if len(rows) else phi[:, :0]
-        return tree.Query(phi, floor, self._leaf_query(hidden, centred), positions, mass, weight.view_as(mass))
+        leaf = self.tree.leaf_queries(self._leaf_query(hidden, centred))
+        return tree.Query(phi, floor, leaf, positions, mass, weight.view_as(mass))
 
     def _is_fourier(self) -> bool:
         return isinstance(self.feature_map, (RandomFourier, OrthogonalFourier)) and self._walk() is kernels
@@ -333,5 +334,8 @@ class KernelSampler(AnchoredSampler):
         rows = (torch.full((1, size), 1 / size, dtype=torch.float64) for size in sizes)
         member = torch.block_diag(*rows).to(query.floor.device)
         share = member / tree.total_mass(self.tree, query)
-        phi, leaf = share.to(query.features) @ query.features, member.to(query.leaf) @ query.leaf
+        phi, leaf = (
+            share.to(query.features) @ query.features,
+            self.tree.leaf_queries(member.to(query.leaf) @ query.leaf),
+        )
         return tree.Query(phi, share @ query.floor, leaf, *(part.new_empty(len(sizes), 0) for part in query[3:]))
