@@ -16,7 +16,7 @@ from .kernels import MAX_LOG_FACTOR, _arrays, _draw, path_cost
 from .row_kernels import given_length
 from .threads import spread
 from .tree import LARGEST_BYTE, LEAST_UNIT, Query, Tree
-from .vectors import AHEAD, cos_sin, dot, embedded, inlined, number, prefetch
+from .vectors import AHEAD, cos_sin, dot, embedded, inlined, lean, number, prefetch, prefetch_number
 
 # Rows whose angles are made at once: each number of the frequencies that is read serves so many.
 TOGETHER = 4
@@ -90,9 +90,9 @@ class Plan:
 
 
 def draw(plan: Plan, hidden: Tensor, excluded: Tensor, uniforms: Tensor, each: int) -> tuple[Tensor, Tensor]:
-    """`kernels.draw` for `query` in one call, of classes; here excluded (B, E) are classes too."""
+    """`kernels.draw` for `query` in one call, of classes, log q in float32; here excluded (B, E) are classes too."""
     ids = torch.empty(len(uniforms), each * uniforms.shape[1], dtype=torch.int64)
-    log_q = torch.empty(ids.shape, dtype=torch.float64)
+    log_q = torch.empty(ids.shape)
     source = (hidden.contiguous().numpy(), *plan.source)
     classes = (excluded.contiguous().numpy(), *plan.places)
     nodes, leaves, settings = plan.nodes, plan.leaves, plan.settings
@@ -186,9 +186,16 @@ def _query_and_draw(
     state = query + nodes + leaves
     _query((hidden[start:stop], frequencies, anchor, bias), state, settings, 0, size)
     _draw(state, uniforms[start:stop], ids[start:stop], log_q[start:stop], 0, size)
-    for b in range(start, stop):
-        for i in range(ids.shape[1]):
-            ids[b, i] = order[ids[b, i]]
+    _in_order(ids[start:stop].reshape(-1), order)
+
+
+@lean
+def _in_order(ids: np.ndarray, order: np.ndarray) -> None:
+    """Makes classes of positions."""
+    for i in range(ids.shape[0]):
+        if i + AHEAD < ids.shape[0]:
+            prefetch_number(order, ids[i + AHEAD])
+        ids[i] = order[ids[i]]
 
 
 @embedded

@@ -31,7 +31,7 @@ def shifts(
     It is NaN or inf where weight or bias is.
     """
     moved = tree.offsets.new_empty(len(ids))
-    none = torch.zeros(0, dtype=tree.offsets.dtype)
+    none = tree.offsets[:0]
     new_bias, old_bias = (t.detach().contiguous().numpy() for t in bias or (none, none))
     source = (weight.detach().contiguous().numpy(), tree.rows.numpy(), tree.units.numpy(), new_bias, old_bias)
     rounding = mean_rounding(weight.shape[1])
@@ -47,16 +47,16 @@ def past(ids: Tensor, shifts: Tensor, tolerance: float, position: Tensor) -> tup
     total, count = _past(ids.numpy(), shifts.numpy(), tolerance, position.numpy(), keys)
     keys = keys[:count]
     keys.sort()
-    found = np.empty((2, count), np.int64)
-    count = _unpacked(ids.numpy(), keys, found)
-    positions, which = torch.from_numpy(found[:, :count])
-    return total / len(ids), positions, which
+    positions, which = np.empty(count, np.int64), np.empty(count, np.int64)
+    count = _unpacked(ids.numpy(), keys, positions, which)
+    return total / len(ids), torch.from_numpy(positions[:count]), torch.from_numpy(which[:count])
 
 
 def distinct(ids: np.ndarray) -> np.ndarray:
-    """ids (k,) in ascending order, each once: `np.unique`, several times faster."""
-    ascending = np.sort(ids)
-    return ascending[: _distinct(ascending)]
+    """ids (k,) in ascending order, each once: `np.unique`, several times faster, the more if they ascend already."""
+    out = np.empty_like(ids)
+    count = _distinct(ids, out)
+    return out[: _distinct(np.sort(ids), out) if count < 0 else count]
 
 
 def gathered(weight: Tensor, ids: Tensor, normalize: bool) -> Tensor:
@@ -122,23 +122,25 @@ def _past(
 
 
 @compiled
-def _unpacked(ids: np.ndarray, keys: np.ndarray, out: np.ndarray) -> int:
-    """out (2, k) gets positions and ids of ascending keys (k,), a position once; returns how many those are."""
+def _unpacked(ids: np.ndarray, keys: np.ndarray, positions: np.ndarray, which: np.ndarray) -> int:
+    """Fills in positions and ids of ascending keys (k,), a position once; returns how many those are."""
     count = 0
     for key in keys:
-        if count == 0 or key >> _PLACE_BITS != out[0, count - 1]:
-            out[0, count], out[1, count] = key >> _PLACE_BITS, ids[key & ((1 << _PLACE_BITS) - 1)]
+        if count == 0 or key >> _PLACE_BITS != positions[count - 1]:
+            positions[count], which[count] = key >> _PLACE_BITS, ids[key & ((1 << _PLACE_BITS) - 1)]
             count += 1
     return count
 
 
 @compiled
-def _distinct(ascending: np.ndarray) -> int:
-    """Brings the numbers that differ from the one before to the front; returns how many they are."""
+def _distinct(ascending: np.ndarray, out: np.ndarray) -> int:
+    """Fills in the numbers that differ from the one before; returns how many they are, -1 if they do not ascend."""
     count = 0
     for k in range(ascending.shape[0]):
+        if k and ascending[k] < ascending[k - 1]:
+            return -1
         if k == 0 or ascending[k] != ascending[k - 1]:
-            ascending[count] = ascending[k]
+            out[count] = ascending[k]
             count += 1
     return count
 

@@ -1,5 +1,6 @@
 """The anchor: the mean of the queries seen, the weights it gives the classes and the order these put them in."""
 
+import functools
 from typing import Any
 
 import torch
@@ -119,11 +120,10 @@ class AnchoredSampler(Sampler):
         seen, hidden = int(self.batches_seen), hidden.to(self.query_mean)
         if len(self.recent):
             first = seen * RECENT_PER_BATCH % RECENT
-            some = torch.linspace(0, len(hidden) - 1, RECENT_PER_BATCH).long()
-            self.recent[first : first + RECENT_PER_BATCH] = hidden[some]
+            self.recent[first : first + RECENT_PER_BATCH] = hidden.index_select(0, _spaced(len(hidden), hidden.device))
         if self.anchored:
             self.query_mean.lerp_(hidden.mean(0), max(1 / (seen + 1), 0.01))
-        self.batches_seen += 1
+        self.batches_seen.add_(1)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the saved order at its own length. Sums are not saved: the next rebuild keeps order and anchor."""
@@ -133,6 +133,12 @@ class AnchoredSampler(Sampler):
             self.keep_order = True
             self.num_classes = 0
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@functools.lru_cache(maxsize=16)
+def _spaced(size: int, device: torch.device) -> Tensor:
+    """The places, as far apart as they can be, of the queries in a batch that are kept."""
+    return torch.linspace(0, size - 1, RECENT_PER_BATCH, device=device).long()
 
 
 def falling_keys(x: Tensor) -> Tensor:
