@@ -8,6 +8,13 @@ from .block_dots import dots
 from .tree import LARGEST_BYTE, LARGEST_SHORT, LARGEST_SUM, LEAF_ABSOLUTE, LEAF_QUADRATIC, LEAST_UNIT, Tree
 from .vectors import exp, greatest, inlined, lean, prefetch_number
 
+# The columns of walks, an entry a row: the query, the node, and the range of its samples that pass through it;
+QUERY, NODE, FIRST, LAST = range(4)
+# the node's probability, which is path x exp(log_path): one log a path, not one a level; the node's score, and the last
+# score before it that came from a sum itself. A right child's score is its parent's less its sibling's, which spares
+# half of the memory read, unless too much of `scored` would cancel.
+PATH, LOG_PATH, SCORE, SCORED = range(4)
+
 
 def leaf_arrays(tree: Tree) -> tuple[Any, ...]:
     """Of the kernels' state what concerns blocks; the last is an empty array of what queries are multiplied in."""
@@ -126,13 +133,13 @@ def draw_in_blocks(
 ) -> None:
     """Draws of the walks that have ended, entries first to end, in the order of their blocks."""
     sums = state[6]
-    queries, nodes, firsts, lasts, paths, log_paths, _, _ = walks
-    (u, turns, _), (x, x_units, logits, masses, cdf), (positions, log_q) = samples, room, drawn
+    (places, numbers), (u, turns, _) = walks, samples
+    (x, x_units, logits, masses, cdf), (positions, log_q) = room, drawn
     blocks, num = sums.shape[0] // 2, u.shape[1]
     each = positions.shape[1] // max(1, num)
     for i in range(first, end):
-        query, block = queries[i], nodes[i] - blocks
-        b, following = low + query, nodes[i + 1] - blocks if i + 1 < end else block
+        query, block = places[i, QUERY], places[i, NODE] - blocks
+        b, following = low + query, places[i + 1, NODE] - blocks if i + 1 < end else block
         size, largest, total = block_logits(block, b, x[query], x_units[query], logits, masses, state, following)
         # Rounding may push a uniform past the end: it then means the last class that has any probability.
         last = size - 1
@@ -142,8 +149,8 @@ def draw_in_blocks(
         for k in range(last + 1):
             summed += masses[k]
             cdf[k] = summed
-        log_path = log_paths[i] + np.log(paths[i] / total) - largest
-        for j in range(firsts[i], lasts[i]):
+        log_path = numbers[i, LOG_PATH] + np.log(numbers[i, PATH] / total) - largest
+        for j in range(places[i, FIRST], places[i, LAST]):
             place = each * turned(j, turns[query], num)
             for e in range(each):
                 v = u[query, j] + e / each

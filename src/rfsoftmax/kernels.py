@@ -12,7 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .block_kernels import block_logits, draw_in_blocks, leaf_arrays, leaf_query, unturned
+from .block_kernels import (
+    FIRST,
+    LAST,
+    LOG_PATH,
+    NODE,
+    PATH,
+    QUERY,
+    SCORE,
+    SCORED,
+    block_logits,
+    draw_in_blocks,
+    leaf_arrays,
+    leaf_query,
+    unturned,
+)
 from .row_kernels import distinct
 from .threads import spread
 from .tree import MAX_UNIFORM, MIN_MASS, MIN_SHARE, Query, Tree
@@ -184,10 +198,16 @@ def _enter(
     walks: tuple[np.ndarray, ...], i: int, k: int, node: int, samples: tuple[int, int], path: float, score: float
 ) -> None:
     """Entry k: the walk of entry i, of its samples first to last, at a node below."""
-    queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds = walks
-    queries[k], nodes[k], log_paths[k] = queries[i], node, log_paths[i]
-    firsts[k], lasts[k] = samples
-    paths[k], scores[k], scoreds[k] = path, score, scoreds[i] if node & 1 else score
+    places, numbers = walks
+    scored = numbers[i, SCORED] if node & 1 else score
+    places[k, QUERY], places[k, NODE] = places[i, QUERY], node
+    places[k, FIRST], places[k, LAST] = samples
+    numbers[k, PATH], numbers[k, LOG_PATH], numbers[k, SCORE], numbers[k, SCORED] = (
+        path,
+        numbers[i, LOG_PATH],
+        score,
+        scored,
+    )
 
 
 @embedded
@@ -203,13 +223,7 @@ def _draw(
     excluded, block_size, kind, num = state[3], state[12], state[0].dtype, uniforms.shape[1]
     group = min(stop - start, max(1, _GROUP // max(1, num)))
     room = group * num + 1  # for an entry that is written and not kept
-    # The walks: nodes and the range of samples that pass through them. A node's probability is path x exp(log_path):
-    # one log a path, not one a level. A right child's score is its parent's less its sibling's, which spares half of
-    # the memory read, unless too much of `scored`, the last score that came from a sum itself, would cancel.
-    queries, nodes = np.empty(3 * room, np.int64), np.empty(3 * room, np.int64)
-    firsts, lasts = np.empty(3 * room, np.int64), np.empty(3 * room, np.int64)
-    paths, log_paths, scores, scoreds = np.empty(3 * room), np.empty(3 * room), np.empty(3 * room), np.empty(3 * room)
-    walks = (queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds)
+    walks = (np.empty((3 * room, 4), np.int64), np.empty((3 * room, 4)))
     samples = (np.empty((group, num)), np.empty(group, np.int64), np.empty(group * num))
     leaves = (np.empty((group, excluded.shape[1]), np.int64), np.empty((group, excluded.shape[1]), np.int64))
     ends = np.empty(2, np.int64)
@@ -242,46 +256,46 @@ def _walk(
     phi, excluded, sums, weights = state[0], state[3], state[6], state[7]
     blocks, num = sums.shape[0] // 2, uniforms.shape[1]
     ahead = max(2, _FETCHED // (sums.shape[1] * sums.itemsize))
-    queries, nodes, firsts, lasts, paths, log_paths, scores, scoreds = walks
-    (u, turns, score_left), (leaves, leaf_levels) = samples, excluded_leaves
+    (places, numbers), (u, turns, score_left), (leaves, leaf_levels) = walks, samples, excluded_leaves
     here, there, level, ends[1] = 0, room, 0, 2 * room
     for i in range(count):
         turns[i] = unturned(uniforms[low + i], u[i])
         _mark_excluded(excluded[low + i], blocks, state[12], leaves[i], leaf_levels[i])
-        k = i if blocks > 1 else 2 * room + i
-        queries[k], nodes[k], firsts[k], lasts[k], paths[k], log_paths[k] = i, 1, 0, num, 1.0, 0.0
-        scores[k] = dot(phi[low + i], sums[1])
-        scoreds[k] = scores[k]
+        k, score = i if blocks > 1 else 2 * room + i, dot(phi[low + i], sums[1])
+        places[k, QUERY], places[k, NODE], places[k, FIRST], places[k, LAST] = i, 1, 0, num
+        numbers[k, PATH], numbers[k, LOG_PATH], numbers[k, SCORE], numbers[k, SCORED] = 1.0, 0.0, score, score
     if blocks == 1:
         ends[1], count = 2 * room + count, 0
     while count:
         level += 1
         for i in range(here, here + count):
-            following = nodes[i + ahead] if i + ahead < here + count else 0
-            if following and following != nodes[i + ahead - 1]:  # on its way while this node is scored
+            following = places[i + ahead, NODE] if i + ahead < here + count else 0
+            if following and following != places[i + ahead - 1, NODE]:  # on its way while this node is scored
                 prefetch(sums, 2 * following, 2 * following + 1)
                 prefetch_number(weights, 2 * following)
-            score_left[i - here] = dot(phi[low + queries[i]], sums[2 * nodes[i]])
-            if _cancels(scores[i] - score_left[i - here], scoreds[i]):
-                prefetch(sums, 2 * nodes[i] + 1, 2 * nodes[i] + 2)
+            node = places[i, NODE]
+            score_left[i - here] = dot(phi[low + places[i, QUERY]], sums[2 * node])
+            if _cancels(numbers[i, SCORE] - score_left[i - here], numbers[i, SCORED]):
+                prefetch(sums, 2 * node + 1, 2 * node + 2)
         ends[0], first = there, here
         while first < here + count:
             # All entries at one node: first their left children, then their right ones.
-            node, last = nodes[first], first + 1
-            while last < here + count and nodes[last] == node:
+            node, last = places[first, NODE], first + 1
+            while last < here + count and places[last, NODE] == node:
                 last += 1
             left_end, right_end = 0 if 2 * node < blocks else 1, 0 if 2 * node + 1 < blocks else 1
             for i in range(first, last):
-                of_left = score_left[i - here]
+                of_left, begin, end = score_left[i - here], places[i, FIRST], places[i, LAST]
                 of_right, p = _halves(i, of_left, level, low, state, walks, excluded_leaves)
-                middle = _parted(u[queries[i]], firsts[i], lasts[i], p)
+                path, middle = numbers[i, PATH], _parted(u[places[i, QUERY]], begin, end, p)
                 # Whether there is a child is not to be foreseen: it is written, and kept by moving on.
-                _enter(walks, i, ends[left_end], 2 * node, (firsts[i], middle), paths[i] * p, of_left)
-                ends[left_end] += middle > firsts[i]
-                firsts[i], paths[i], scores[i] = middle, paths[i] * (1 - p), of_right
+                _enter(walks, i, ends[left_end], 2 * node, (begin, middle), path * p, of_left)
+                ends[left_end] += middle > begin
+                places[i, FIRST], numbers[i, PATH], numbers[i, SCORE] = middle, path * (1 - p), of_right
             for i in range(first, last):
-                _enter(walks, i, ends[right_end], 2 * node + 1, (firsts[i], lasts[i]), paths[i], scores[i])
-                ends[right_end] += lasts[i] > firsts[i]
+                begin, end = places[i, FIRST], places[i, LAST]
+                _enter(walks, i, ends[right_end], 2 * node + 1, (begin, end), numbers[i, PATH], numbers[i, SCORE])
+                ends[right_end] += end > begin
             first = last
         here, there, count = there, here, ends[0] - there
 
@@ -297,15 +311,14 @@ def _halves(
     excluded_leaves: tuple[np.ndarray, ...],
 ) -> tuple[float, float]:
     """Of the children of entry i's node the right one's score, from the left one's, and the left one's probability."""
-    phi, sums = state[0], state[6]
-    queries, nodes, _, _, paths, log_paths, scores, scoreds = walks
-    query, node = queries[i], nodes[i]
-    of_right = scores[i] - of_left
-    if _cancels(of_right, scoreds[i]):
+    phi, sums, (places, numbers) = state[0], state[6], walks
+    query, node = places[i, QUERY], places[i, NODE]
+    of_right = numbers[i, SCORE] - of_left
+    if _cancels(of_right, numbers[i, SCORED]):
         of_right = np.float64(dot(phi[low + query], sums[2 * node + 1]))
-        scoreds[i] = of_right
-    if paths[i] < _LEAST_PRODUCT:
-        paths[i], log_paths[i] = 1.0, log_paths[i] + np.log(paths[i])
+        numbers[i, SCORED] = of_right
+    if numbers[i, PATH] < _LEAST_PRODUCT:
+        numbers[i, PATH], numbers[i, LOG_PATH] = 1.0, numbers[i, LOG_PATH] + np.log(numbers[i, PATH])
     left, right = _floored(node, level, of_left, of_right, low + query, query, excluded_leaves, state)
     return of_right, left / (left + right)
 
