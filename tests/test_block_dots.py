@@ -22,7 +22,7 @@ def test_dots_of_floats_are_exact_to_their_type(dim: int, size: int, kind: type)
     numbers: list[Any] = [g.standard_normal(shape).astype(kind) for shape in (dim, (size + 5, dim), size + 2)]
     x, rows, out = numbers
     before = out.copy()
-    dots(x, rows, 5, size, 0, out)
+    dots(x, rows, 5, size, out)
     exact, scale = rows[5:].astype(np.longdouble) @ x, np.abs(rows[5:]).astype(np.longdouble) @ np.abs(x)
     assert (np.abs(out[:size] - exact) <= 8 * np.finfo(kind).eps * scale).all()
     assert (out[size:] == before[size:]).all()
@@ -35,7 +35,7 @@ def test_dots_of_bytes_with_shorts_are_exact(dim: int, size: int, kind: type) ->
     g = np.random.default_rng(dim)
     x, rows = g.integers(-(2**15) + 1, 2**15, dim, np.int16), g.integers(-127, 128, (size, dim), np.int8)
     out: Any = np.empty(size, kind)
-    dots(x, rows, 0, size, 0, out)
+    dots(x, rows, 0, size, out)
     exact, scale = (
         rows.astype(np.int64) @ x.astype(np.int64),
         np.abs(rows.astype(np.int64)) @ np.abs(x.astype(np.int64)),
@@ -48,7 +48,7 @@ def test_the_largest_dots_of_a_wide_query_do_not_overflow() -> None:
     x, state = np.empty(dim, np.int16), state_of(True)
     unit = leaf_query(np.full(dim, 3.0, np.float32), state, x)
     out = np.empty(LANES, np.float32)
-    dots(x, np.full((LANES, dim), 127, np.int8), 0, LANES, 0, out)
+    dots(x, np.full((LANES, dim), 127, np.int8), 0, LANES, out)
     np.testing.assert_allclose(out * unit, 3.0 * 127 * dim, rtol=1e-6)
 
 

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .vectors import dot, lean, prefetch
+from .vectors import dot, lean
 
 # 32-bit numbers of a vector, and so the rows whose products are summed together: as many as registers have room for.
 LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
@@ -22,12 +22,10 @@ _CHUNK = 2 * LANES
 
 
 @lean
-def dots(x: np.ndarray, rows: np.ndarray, start: int, size: int, ahead: int, out: np.ndarray) -> None:
-    """out[k] = x . rows[start + k], x int16 for int8 rows; rows so far `ahead`, unless 0, are fetched meanwhile."""
+def dots(x: np.ndarray, rows: np.ndarray, start: int, size: int, out: np.ndarray) -> None:
+    """out[k] = x . rows[start + k], x int16 for int8 rows."""
     whole, dim = size // LANES * LANES, x.shape[0]
     for k in range(0, whole, LANES):
-        if ahead:
-            prefetch(rows, start + k + ahead, start + k + ahead + LANES)
         _dots_together(x, rows, start + k, out, k)
         rest = dim // _CHUNK * _CHUNK
         if rest < dim:

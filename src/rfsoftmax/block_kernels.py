@@ -6,7 +6,7 @@ import numpy as np
 
 from .block_dots import dots
 from .tree import LARGEST_BYTE, LARGEST_SHORT, LARGEST_SUM, LEAF_ABSOLUTE, LEAF_QUADRATIC, LEAST_UNIT, Tree
-from .vectors import exp, greatest, inlined, lean, prefetch_number
+from .vectors import exp, greatest, inlined, lean, prefetch, prefetch_number
 
 # The columns of walks, an entry a row: the query, the node, and the range of its samples that pass through it;
 QUERY, NODE, FIRST, LAST = range(4)
@@ -14,6 +14,8 @@ QUERY, NODE, FIRST, LAST = range(4)
 # score before it that came from a sum itself. A right child's score is its parent's less its sibling's, which spares
 # half of the memory read, unless too much of `scored` would cancel.
 PATH, LOG_PATH, SCORE, SCORED = range(4)
+# Which block is on its way to the cache, counted from the one that is drawn from.
+_BLOCKS_AHEAD = 2
 
 
 def leaf_arrays(tree: Tree) -> tuple[Any, ...]:
@@ -55,27 +57,34 @@ def block_logits(
     following: int,
 ) -> tuple[int, float, float]:
     """Fills logits and masses, exp(logit - largest), of a block for query b, which `leaf_query` made x and unit of;
-    returns their number, the largest logit, the sum. The block `following` is on its way to the cache meanwhile."""
+    returns their number, the largest logit, the sum. Three quarters of `following`, if it is another block, are on
+    their way to the cache meanwhile."""
     rows, block_size = state[9], state[12]
     start = block * block_size
-    size, ahead = min(block_size, rows.shape[0] - start), (following - block) * block_size
-    if start + ahead + size > rows.shape[0]:
-        ahead = 0
-    if ahead:
-        _prefetch_numbers(start + ahead, size, state)
-    dots(x, rows, start, size, ahead, logits)
+    size, other = min(block_size, rows.shape[0] - start), following != block
+    if other:
+        _fetch(following, 0, state)
+    dots(x, rows, start, size, logits)
+    if other:
+        _fetch(following, 1, state)
     largest, total = _block_masses(start, size, b, unit, logits, masses, state)
+    if other:
+        _fetch(following, 2, state)
     return size, largest, total
 
 
 @lean
-def _prefetch_numbers(first: int, size: int, state: tuple[Any, ...]) -> None:
-    """Have units and offsets of so many classes on their way; the rows come one by one, lest they drive others out."""
-    units, offsets = state[10], state[11]
-    for k in range(0, size, 16):
-        prefetch_number(offsets, first + k)
-        if units.shape[0]:
-            prefetch_number(units, first + k)
+def _fetch(block: int, quarter: int, state: tuple[Any, ...]) -> None:
+    """Have a quarter of a block's rows on their way, with the first its units and offsets. As much as memory brings
+    while a step of the work is done: with all at once the work would wait, and memory afterwards."""
+    rows, units, offsets, size = state[9], state[10], state[11], state[12]
+    first, num = block * size, rows.shape[0]
+    if quarter == 0:
+        for k in range(first, min(first + size, num), 16):
+            prefetch_number(offsets, k)
+            if units.shape[0]:
+                prefetch_number(units, k)
+    prefetch(rows, min(first + quarter * size // 4, num), min(first + (quarter + 1) * size // 4, num))
 
 
 @lean
@@ -139,7 +148,7 @@ def draw_in_blocks(
     each = positions.shape[1] // max(1, num)
     for i in range(first, end):
         query, block = places[i, QUERY], places[i, NODE] - blocks
-        b, following = low + query, places[i + 1, NODE] - blocks if i + 1 < end else block
+        b, following = low + query, places[i + _BLOCKS_AHEAD, NODE] - blocks if i + _BLOCKS_AHEAD < end else block
         size, largest, total = block_logits(block, b, x[query], x_units[query], logits, masses, state, following)
         # Rounding may push a uniform past the end: it then means the last class that has any probability.
         last = size - 1
@@ -157,6 +166,8 @@ def draw_in_blocks(
                 k = _searched(cdf, last, (v if v < 1.0 else v - 1.0) * total)
                 positions[b, place + e] = block * state[12] + k
                 log_q[b, place + e] = log_path + logits[k]
+        if following != block:
+            _fetch(following, 3, state)
 
 
 @inlined

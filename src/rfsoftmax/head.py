@@ -267,7 +267,8 @@ class SoftmaxHead(nn.Module):
         gathered = logit_kernels if logit_kernels.suits(queries, self.weight) else losses
         if sizes is None:
             both = gathered.gathered_logits(queries, self.weight, torch.cat([targets, ids], 1), **kind)
-            return both[:, : targets.shape[1]], both[:, targets.shape[1] :]
+            target_logits, negative_logits = both.split([targets.shape[1], ids.shape[1]], 1)
+            return target_logits, negative_logits
         target_logits = gathered.gathered_logits(queries, self.weight, targets, **kind)
         gather = gathered.gathered_rows
         negative_logits = losses.shared_logits(queries, self.weight, ids, sizes=sizes, gather=gather, **kind)

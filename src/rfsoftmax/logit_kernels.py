@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from .losses import _NORMALIZE_EPS, _gathered
 from .row_kernels import gathered
 from .threads import spread
-from .vectors import AHEAD, dot, dot_and_square, inlined, lean, prefetch
+from .vectors import AHEAD, compiled, dot, dot_and_square, inlined, lean, prefetch
 
 
 def suits(hidden: Tensor, weight: Tensor) -> bool:
@@ -118,9 +118,10 @@ def _weight_gradient(arrays: tuple[np.ndarray, ...], normalize: bool) -> tuple[T
 
 def _occurrences(ids: np.ndarray) -> tuple[np.ndarray, ...]:
     """The classes among ids (k,), ascending; the places of ids by class; where those of each class start and end."""
-    classes, order = _sorted(ids)
-    starts = np.flatnonzero(np.diff(classes, prepend=-1))
-    return classes[starts], order, starts, np.append(starts[1:], len(ids))
+    ascending, order = _sorted(ids)
+    classes, edges = np.empty_like(ids), np.empty(1 + len(ids), np.int64)
+    count = _runs(ascending, classes, edges)
+    return classes[:count], order, edges[:count], edges[1 : 1 + count]
 
 
 def _sorted(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -133,6 +134,19 @@ def _sorted(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     keys = (ids << bits) | np.arange(len(ids))
     keys.sort()
     return keys >> bits, keys & ((1 << bits) - 1)
+
+
+@compiled
+def _runs(ascending: np.ndarray, classes: np.ndarray, edges: np.ndarray) -> int:
+    """Fills in the numbers that differ from the one before, where each of them begins, and the end; returns how many."""
+    count, last = 0, -1
+    for i in range(ascending.shape[0]):
+        # Whether it is another is not to be foreseen: it is written, and kept by moving on.
+        classes[count], edges[count] = ascending[i], i
+        count += ascending[i] != last
+        last = ascending[i]
+    edges[count] = ascending.shape[0]
+    return count
 
 
 @inlined

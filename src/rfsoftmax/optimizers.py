@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .memory import in_huge_pages
 from .threads import spread
-from .vectors import lean, prefetch
+from .vectors import compiled, lean, prefetch
 
 # Rows whose state is fetched ahead of its use.
 _AHEAD = 8
@@ -81,9 +81,17 @@ def _suits(parameter: Tensor) -> bool:
 def _rows_once(grad: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The rows' ids, each once, ascending, and their gradients. What already is so need not be coalesced, whose mark
     autograd drops."""
-    if not bool((grad._indices()[0].diff() > 0).all()):
+    if not _ascends(grad._indices()[0].numpy()):
         grad = grad.coalesce()
     return grad._indices()[0].numpy(), grad._values().numpy()
+
+
+@compiled
+def _ascends(ids: np.ndarray) -> bool:
+    for k in range(1, ids.shape[0]):
+        if ids[k] <= ids[k - 1]:
+            return False
+    return True
 
 
 def _rows(tensor: Tensor) -> np.ndarray:
