@@ -1,4 +1,6 @@
-"""What it costs in noise that several draws share a walk down the tree: the default sampler by its `draws_per_block`.
+"""What it costs in noise that several draws share a walk down the tree, and that the sampler has the classes in bytes.
+
+The default sampler by its `draws_per_block`, and with one draw a walk, whose noise hides less, by its `byte_rows`.
 
 On models trained with the full softmax (Penn Treebank, TIBKAT, Gowalla; the last checkpoint of each), for held-out
 queries and m negatives of each one's own, by many sets of draws:
@@ -23,9 +25,9 @@ import rfsoftmax as rf
 from rfsoftmax.head import default_sampler
 
 
-def noise(point: Checkpoint, each: int, options: argparse.Namespace) -> dict[str, float]:
-    """Of the default sampler with so many draws a walk; of several labels of a query the last one is the target."""
-    chosen = {**default_sampler(len(point.weight)), "draws_per_block": each}
+def noise(point: Checkpoint, changed: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+    """Of the default sampler with options changed; of several labels of a query the last one is the target."""
+    chosen = {**default_sampler(len(point.weight)), **changed}
     sampler = make_head(chosen.pop("name"), chosen, point, options.negatives, options.seed).sampler.eval()
     half = len(point.hidden) // 2
     hidden = F.normalize(point.hidden[half : half + options.contexts], dim=1)
@@ -67,12 +69,14 @@ def main() -> None:
     settings = {name: getattr(options, name) for name in ("contexts", "draws", "negatives", "seed")}
     for name in options.sets:
         point = list(load(name, options.data, options.cache).values())[-1]
-        for each in options.draws_per_block:
-            found = {key: float(f"{value:.3g}") for key, value in noise(point, each, options).items()}
-            rows.append({"data": name, "step": point.step, "draws_per_block": each, **found, **settings})
+        cases = [(each, True) for each in options.draws_per_block] + [(1, False)]
+        for each, in_bytes in cases:
+            changed = {"draws_per_block": each, "byte_rows": in_bytes}
+            found = {key: float(f"{value:.3g}") for key, value in noise(point, changed, options).items()}
+            rows.append({"data": name, "step": point.step, **changed, **found, **settings})
             print(
-                f"{name:10s} {each} draws a block: variance of Z' {found['variance_of_z']}, "
-                f"gradient's noise {found['gradient_noise']}",
+                f"{name:10s} {each} draws a block, rows in {'bytes' if in_bytes else 'float32'}: "
+                f"variance of Z' {found['variance_of_z']}, gradient's noise {found['gradient_noise']}",
                 flush=True,
             )
             write_rows(options.output, rows)

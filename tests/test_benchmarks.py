@@ -83,8 +83,12 @@ def visits(tmp_path: Path) -> Path:
 def test_bench_noise_finds_more_of_it_where_draws_share_a_walk(visits: Path) -> None:
     options = ["--data", str(visits), "--sets", "gowalla", "--cache", str(visits), "--negatives", "20"]
     rows = run("bench_noise", visits / "noise.csv", *options, "--draws-per-block", "1", "20")
-    apart, together = ({name: float(row[name]) for name in ("variance_of_z", "gradient_noise")} for row in rows)
+    found = [{name: float(row[name]) for name in ("variance_of_z", "gradient_noise")} for row in rows]
+    apart, together, of_floats = found
     assert 0 < apart["variance_of_z"] < together["variance_of_z"]
+    assert (rows[0]["byte_rows"], rows[2]["byte_rows"]) == ("True", "False")
+    # Rounding adds little, and is there.
+    assert of_floats["variance_of_z"] != apart["variance_of_z"] < 1.5 * of_floats["variance_of_z"]
     # About 1 / m: the noise of a multinomial.
     assert 0 < apart["gradient_noise"] < 2 / 20
 

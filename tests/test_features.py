@@ -191,7 +191,7 @@ def test_width_is_the_columns_of_phi(cls: MapClass, dim: int, num_features: int)
     phi = make(cls, dim, num_features)
     expected = dim**2 if cls is Quadratic else num_features
     assert (phi.dim, phi.num_features) == (dim, expected)
-    assert phi.width == (expected + 1 if cls is Quadratic else 2 * expected if cls in FOURIER else expected)
+    assert phi.width == (dim * (dim + 1) // 2 + 1 if cls is Quadratic else 2 * expected if cls in FOURIER else expected)
     assert phi(torch.ones(dim)).shape == (phi.width,)
 
 

@@ -206,18 +206,28 @@ class Quadratic(FeatureMap):
     """phi(z) = [sqrt(alpha) z (x) z, sqrt(beta)]: the kernel alpha (x.y)^2 + beta, with no error at all.
 
     Blanc and Rendle (2018), with their alpha and beta as the defaults: the baseline of the RF-softmax paper,
-    eq. (quad-kernel). It stands for exp(tau |x.y|), since it cannot tell x.y from -x.y. D = dim^2, width dim^2 + 1.
+    eq. (quad-kernel). It stands for exp(tau |x.y|), since it cannot tell x.y from -x.y. D = dim^2, of which
+    z_i z_j and z_j z_i are kept as one, sqrt(2) z_i z_j: width dim (dim + 1) / 2 + 1.
     """
+
+    _first: Tensor
+    _second: Tensor
+    _scale: Tensor
 
     def __init__(self, dim: int, alpha: float = 100.0, beta: float = 1.0) -> None:
         super().__init__(dim, _positive_int("dim", dim) ** 2)
-        self.width = self.num_features + 1
         self.alpha = _positive_float("alpha", alpha)
         self.beta = _positive_float("beta", beta)
+        first, second = torch.triu_indices(dim, dim)
+        self.width = len(first) + 1
+        self.register_buffer("_first", first, persistent=False)
+        self.register_buffer("_second", second, persistent=False)
+        scale = torch.where(first == second, 1.0, math.sqrt(2)) * math.sqrt(self.alpha)
+        self.register_buffer("_scale", scale, persistent=False)
 
     def _features(self, x: Tensor) -> Tensor:
-        squares = math.sqrt(self.alpha) * x.unsqueeze(-1) * x.unsqueeze(-2)
-        return F.pad(squares.flatten(-2), (0, 1), value=math.sqrt(self.beta))
+        squares = x.index_select(-1, self._first) * x.index_select(-1, self._second) * self._scale
+        return F.pad(squares, (0, 1), value=math.sqrt(self.beta))
 
     def _kernel(self, x: Tensor, y: Tensor) -> Tensor:
         return self.alpha * _dot(x, y).square() + self.beta

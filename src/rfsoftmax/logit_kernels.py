@@ -138,7 +138,7 @@ def _sorted(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @compiled
 def _runs(ascending: np.ndarray, classes: np.ndarray, edges: np.ndarray) -> int:
-    """Fills in the numbers that differ from the one before, where each of them begins, and the end; returns how many."""
+    """Fills in the numbers that differ from the one before, where each begins, and the end; returns how many."""
     count, last = 0, -1
     for i in range(ascending.shape[0]):
         # Whether it is another is not to be foreseen: it is written, and kept by moving on.

@@ -88,10 +88,10 @@ def _rows_once(grad: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 @compiled
 def _ascends(ids: np.ndarray) -> bool:
+    out_of_order = 0
     for k in range(1, ids.shape[0]):
-        if ids[k] <= ids[k - 1]:
-            return False
-    return True
+        out_of_order += ids[k] <= ids[k - 1]
+    return out_of_order == 0
 
 
 def _rows(tensor: Tensor) -> np.ndarray:

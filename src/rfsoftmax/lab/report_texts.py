@@ -28,7 +28,7 @@ ABOUT = {
         "Table 2: time of the sampled loss",
         "Milliseconds to draw m = 10 negatives and compute the loss, batch 10, d = 64; the machine is not named.",
         "The same sizes, on the machine named below; the tree has leaves of 64 classes, drawn from exactly, where the "
-        "paper's has one class a leaf, and its copy of the embeddings is in bfloat16. Nothing is trained, so the tree "
+        "paper's has one class a leaf, and its copy of the embeddings is in bytes. Nothing is trained, so the tree "
         "is never updated. EXP is the fastest of four ways to write it.",
     ),
     "figure1": (

@@ -3,7 +3,7 @@
 Every row draws with another sampler and computes the loss of the same embeddings, without gradients. EXP is timed
 four times: as anyone would write it in torch (`exp, plain`), written for speed (`exp, in place`, with a distribution
 function in float32 and in float64), and as our streamed `exact`; ratios are against the fastest of all four. The kernel
-samplers keep their copy of the embeddings in bfloat16. Before they are timed, all EXPs must give the exact loss, which
+samplers keep their copy of the embeddings in bytes. Before they are timed, all EXPs must give the exact loss, which
 they have without noise, and the other samplers the log q of what they draw.
 """
 
