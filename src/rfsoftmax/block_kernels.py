@@ -6,7 +6,7 @@ import numpy as np
 
 from .block_dots import dots
 from .tree import LARGEST_BYTE, LARGEST_SHORT, LARGEST_SUM, LEAF_ABSOLUTE, LEAF_QUADRATIC, LEAST_UNIT, Tree
-from .vectors import exp, greatest, inlined, lean, prefetch, prefetch_number
+from .vectors import exp, greatest, inlined, lean, prefetch_number, prefetch_once
 
 # The columns of walks, an entry a row: the query, the node, and the range of its samples that pass through it;
 QUERY, NODE, FIRST, LAST = range(4)
@@ -84,7 +84,7 @@ def _fetch(block: int, quarter: int, state: tuple[Any, ...]) -> None:
             prefetch_number(offsets, k)
             if units.shape[0]:
                 prefetch_number(units, k)
-    prefetch(rows, min(first + quarter * size // 4, num), min(first + (quarter + 1) * size // 4, num))
+    prefetch_once(rows, min(first + quarter * size // 4, num), min(first + (quarter + 1) * size // 4, num))
 
 
 @lean

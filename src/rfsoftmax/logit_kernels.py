@@ -62,12 +62,12 @@ class _GatheredRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, flat = ctx.saved_tensors
         classes, order, starts, ends = _occurrences(flat.numpy())
-        rows = np.empty((len(classes), weight.shape[1]), weight.detach().numpy().dtype)
+        rows = weight.new_empty(len(classes), weight.shape[1])
         arrays = (weight.detach().numpy(), grad.contiguous().view(-1, weight.shape[1]).numpy())
         normalize, cost = ctx.normalize, 3 * len(flat) * weight.shape[1] // max(1, len(classes))
         places = (classes, order, starts, ends)
-        spread(_summed, (arrays, normalize, places, rows), len(classes), cost)
-        return _gradient(weight, torch.from_numpy(classes), torch.from_numpy(rows), ctx.sparse), None, None, None
+        spread(_summed, (arrays, normalize, places, rows.numpy()), len(classes), cost)
+        return _gradient(weight, torch.from_numpy(classes), rows, ctx.sparse), None, None, None
 
 
 class _GatheredDots(torch.autograd.Function):
@@ -94,7 +94,7 @@ class _GatheredDots(torch.autograd.Function):
             cost = ids.shape[1] * queries.shape[1]
             spread(_query_gradient, (arrays, ctx.normalize, out), len(ids), cost)
         if ctx.needs_input_grad[1]:
-            grad_weight = _gradient(weight, *_weight_gradient(arrays, ctx.normalize), ctx.sparse)
+            grad_weight = _gradient(weight, *_weight_gradient(weight, arrays, ctx.normalize), ctx.sparse)
         return grad_queries, grad_weight, None, None, None
 
 
@@ -106,14 +106,15 @@ def _gradient(weight: Tensor, classes: Tensor, rows: Tensor, sparse: bool) -> Te
     return torch.zeros_like(weight).index_copy_(0, classes, rows)
 
 
-def _weight_gradient(arrays: tuple[np.ndarray, ...], normalize: bool) -> tuple[Tensor, Tensor]:
-    """The classes that occur (U,), ascending, and the gradients of their rows (U, d)."""
+def _weight_gradient(weight: Tensor, arrays: tuple[np.ndarray, ...], normalize: bool) -> tuple[Tensor, Tensor]:
+    """The classes that occur (U,), ascending, and the gradients of their rows of weight (U, d)."""
     flat = arrays[2].reshape(-1)
     classes, order, starts, ends = _occurrences(flat)
-    rows = np.empty((len(starts), arrays[0].shape[1]), arrays[0].dtype)
+    # By torch, whose memory begins where a line of the cache does: rows across lines take twice as long to write.
+    rows = weight.new_empty(len(starts), weight.shape[1])
     cost = len(flat) * rows.shape[1] // max(1, len(starts))
-    spread(_row_gradients, (arrays, normalize, (classes, order, starts, ends), rows), len(starts), cost)
-    return torch.from_numpy(classes), torch.from_numpy(rows)
+    spread(_row_gradients, (arrays, normalize, (classes, order, starts, ends), rows.numpy()), len(starts), cost)
+    return torch.from_numpy(classes), rows
 
 
 def _occurrences(ids: np.ndarray) -> tuple[np.ndarray, ...]:

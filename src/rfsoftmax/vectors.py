@@ -41,41 +41,57 @@ def number(context: Any, x: Any) -> Any:
     return (types.float32(x), widen) if x in (types.int8, types.int16) else (x(x), keep)
 
 
-@intrinsic
-def _prefetch_line(context: Any, address: Any) -> Any:
-    def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
-        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        line = builder.inttoptr(arguments[0], pointer)
-        builder.call(prefetch, [line, *(ir.Constant(flag, value) for value in (0, 3, 1))])
-        return context.get_dummy_value()
+def _fetching(locality: int) -> Any:
+    """A function for kernels, of an address, that has its line on the way; `locality` as LLVM has it, 0 to 3."""
 
-    return types.void(types.uintp), make
+    @intrinsic
+    def fetch(context: Any, address: Any) -> Any:
+        def make(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+            prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+            line = builder.inttoptr(arguments[0], pointer)
+            builder.call(prefetch, [line, *(ir.Constant(flag, value) for value in (0, locality, 1))])
+            return context.get_dummy_value()
+
+        return types.void(types.uintp), make
+
+    return fetch
+
+
+_fetch, _fetch_once = _fetching(3), _fetching(0)
 
 
 @lean
-def _prefetch_bytes(address: int, size: int) -> None:
+def _prefetch_line(address: int, once: bool) -> None:
+    if once:
+        _fetch_once(np.uintp(address))
+    else:
+        _fetch(np.uintp(address))
+
+
+@lean
+def _prefetch_bytes(address: int, size: int, once: bool) -> None:
     """Have so many bytes on their way, by tests in place of a loop: one beside each row would cost as much as a row."""
     lines = (size + 63) >> 6
     if lines & 1:
-        _prefetch_line(np.uintp(address))
+        _prefetch_line(address, once)
         address += 64
     if lines & 2:
         for k in range(2):
-            _prefetch_line(np.uintp(address + 64 * k))
+            _prefetch_line(address + 64 * k, once)
         address += 128
     if lines & 4:
         for k in range(4):
-            _prefetch_line(np.uintp(address + 64 * k))
+            _prefetch_line(address + 64 * k, once)
         address += 256
     if lines & 8:
         for k in range(8):
-            _prefetch_line(np.uintp(address + 64 * k))
+            _prefetch_line(address + 64 * k, once)
         address += 512
     for _ in range(lines >> 4):
         for k in range(16):
-            _prefetch_line(np.uintp(address + 64 * k))
+            _prefetch_line(address + 64 * k, once)
         address += 1024
 
 
@@ -83,19 +99,26 @@ def _prefetch_bytes(address: int, size: int) -> None:
 def prefetch(array: np.ndarray, first: int, last: int) -> None:
     """Have rows first..last of a matrix on their way to the cache."""
     size = array.itemsize * array.shape[1]
-    _prefetch_bytes(array.ctypes.data + first * size, (last - first) * size)
+    _prefetch_bytes(array.ctypes.data + first * size, (last - first) * size, False)
+
+
+@lean
+def prefetch_once(array: np.ndarray, first: int, last: int) -> None:
+    """The same of rows that are soon read and not again: they drive nothing out of the larger caches."""
+    size = array.itemsize * array.shape[1]
+    _prefetch_bytes(array.ctypes.data + first * size, (last - first) * size, True)
 
 
 @lean
 def prefetch_number(array: np.ndarray, i: int) -> None:
-    _prefetch_line(np.uintp(array.ctypes.data + array.itemsize * i))
+    _prefetch_line(array.ctypes.data + array.itemsize * i, False)
 
 
 @lean
 def prefetch_columns(array: np.ndarray, row: int, start: int, stop: int) -> None:
     """Have columns start..stop of a row on their way to the cache."""
     first = array.ctypes.data + (row * array.shape[1] + start) * array.itemsize
-    _prefetch_bytes(first, (stop - start) * array.itemsize)
+    _prefetch_bytes(first, (stop - start) * array.itemsize, False)
 
 
 @lean
