@@ -154,3 +154,12 @@ def test_gradcheck_of_rows() -> None:
     assert torch.autograd.gradcheck(
         lambda w: logit_kernels.gathered_rows(w, ids, dtype=torch.float64, **form), (weight,)
     )
+
+
+@pytest.mark.parametrize("num", [40, 2_000])
+def test_gradient_rows_begin_where_a_line_of_the_cache_does(num: int) -> None:
+    hidden, weight, _, ids = inputs((4, num, 9_000, 64))
+    weight.requires_grad_()
+    logit_kernels.gathered_logits(hidden, weight, ids).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad._values().data_ptr() % 64 == 0
