@@ -64,18 +64,18 @@ def steps(head: rf.SoftmaxHead, options: argparse.Namespace) -> dict[str, Callab
 
 
 def check(head: rf.SoftmaxHead, updates: list[Updates]) -> None:
-    """Updates of many rows must lead where a rebuild from the same weight does, with order and anchor as they are."""
+    """Updates of many rows must lead where a rebuild from the same rows does, with order and anchor as they are."""
     sampler: Any = head.sampler
     g = torch.Generator().manual_seed(3)
     hidden = F.normalize(torch.randn(8, head.dim, generator=g), dim=1)
     ids = torch.randint(head.num_classes, (8, 32), generator=g)
     sampler.tolerance = 0.0
-    # The same rows for all, to the last bit: a number that lies between two bytes may round to either of them. And from
-    # far away: a row of bytes does not follow what moves by less than it was rounded by.
+    # Given, not normalised by either: to the last bit, as a number between two bytes may round to either of them. And
+    # moved far: a row of bytes does not follow what moves by less than it was rounded by.
     rows = F.normalize(head.weight.detach(), dim=1)
     sampler.rebuild(rows)
     for some in updates:
-        sampler.update(some.ids, rows[some.ids].roll(1, 0))
+        rows[some.ids] = rows[some.ids].roll(1, 0)
         sampler.update(some.ids, rows[some.ids])
     found = sampler.log_prob(hidden, ids)
     sampler.keep_order = True
