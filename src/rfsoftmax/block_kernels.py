@@ -14,8 +14,10 @@ QUERY, NODE, FIRST, LAST = range(4)
 # score before it that came from a sum itself. A right child's score is its parent's less its sibling's, which spares
 # half of the memory read, unless too much of `scored` would cancel.
 PATH, LOG_PATH, SCORE, SCORED = range(4)
-# Which block is on its way to the cache, counted from the one that is drawn from.
-_BLOCKS_AHEAD = 2
+# Walks whose blocks are drawn from together, stage by stage: else each stage would wait for the one before.
+WALKS_TOGETHER = 2
+# Which block is on its way to the cache, counted from the one that is worked on.
+_BLOCKS_AHEAD = 3
 
 
 def leaf_arrays(tree: Tree) -> tuple[Any, ...]:
@@ -47,36 +49,33 @@ def leaf_query(query: np.ndarray, state: tuple[Any, ...], out: np.ndarray) -> fl
 
 @lean
 def block_logits(
-    block: int,
-    b: int,
-    x: np.ndarray,
-    unit: float,
-    logits: np.ndarray,
-    masses: np.ndarray,
-    state: tuple[Any, ...],
-    following: int,
+    block: int, b: int, x: np.ndarray, unit: float, logits: np.ndarray, masses: np.ndarray, state: tuple[Any, ...]
 ) -> tuple[int, float, float]:
     """Fills logits and masses, exp(logit - largest), of a block for query b, which `leaf_query` made x and unit of;
-    returns their number, the largest logit, the sum. Three quarters of `following`, if it is another block, are on
-    their way to the cache meanwhile."""
-    rows, block_size = state[9], state[12]
-    start = block * block_size
-    size, other = min(block_size, rows.shape[0] - start), following != block
-    if other:
-        _fetch(following, 0, state)
-    dots(x, rows, start, size, logits)
-    if other:
-        _fetch(following, 1, state)
-    largest, total = _block_masses(start, size, b, unit, logits, masses, state)
-    if other:
-        _fetch(following, 2, state)
-    return size, largest, total
+    returns their number, the largest logit, the sum."""
+    start, size = _extent(block, state)
+    dots(x, state[9], start, size, logits)
+    largest = _finish(start, size, b, unit, logits, state)
+    _fill_masses(start, size, b, logits, largest, masses, state)
+    total = masses.dtype.type(0.0)
+    for k in range(size):
+        total += masses[k]
+    return size, largest, np.float64(total)
+
+
+@lean
+def _extent(block: int, state: tuple[Any, ...]) -> tuple[int, int]:
+    """Where the rows of a block begin, and how many they are."""
+    start = block * state[12]
+    return start, min(state[12], state[9].shape[0] - start)
 
 
 @lean
 def _fetch(block: int, quarter: int, state: tuple[Any, ...]) -> None:
-    """Have a quarter of a block's rows on their way, with the first its units and offsets. As much as memory brings
-    while a step of the work is done: with all at once the work would wait, and memory afterwards."""
+    """Have a quarter of a block's rows on their way, with the first its units and offsets; of -1, nothing. As much as
+    memory brings while a stage of the work is done: with all at once the work would wait, and memory afterwards."""
+    if block < 0:
+        return
     rows, units, offsets, size = state[9], state[10], state[11], state[12]
     first, num = block * size, rows.shape[0]
     if quarter == 0:
@@ -88,10 +87,8 @@ def _fetch(block: int, quarter: int, state: tuple[Any, ...]) -> None:
 
 
 @lean
-def _block_masses(
-    start: int, size: int, b: int, unit: float, logits: np.ndarray, masses: np.ndarray, state: tuple[Any, ...]
-) -> tuple[float, float]:
-    """Makes logits of the dot products in `logits`, and fills masses; returns the largest logit and the sum."""
+def _finish(start: int, size: int, b: int, unit: float, logits: np.ndarray, state: tuple[Any, ...]) -> float:
+    """Makes logits of the dot products in `logits`; returns the largest."""
     excluded, leaf_rule = state[3], state[13]
     # Slices: an index that might be negative, for all that a compiler knows, is not read by whole vectors.
     units, offsets = state[10][start : start + size], state[11][start : start + size]
@@ -110,23 +107,35 @@ def _block_masses(
     for e in range(excluded.shape[1]):
         if start <= excluded[b, e] < start + size:
             logits[excluded[b, e] - start] = -np.inf
-    largest, total = greatest(logits, size), logits.dtype.type(0.0)
+    return np.float64(greatest(logits, size))
+
+
+@lean
+def _fill_masses(
+    start: int, size: int, b: int, logits: np.ndarray, largest: float, masses: np.ndarray, state: tuple[Any, ...]
+) -> None:
+    excluded = state[3]
     exp(logits, largest, masses, size)
     for e in range(excluded.shape[1]):
         if start <= excluded[b, e] < start + size:
             masses[excluded[b, e] - start] = 0.0
-    for k in range(size):
-        total += masses[k]
-    return np.float64(largest), np.float64(total)
 
 
 @inlined
-def _searched(cdf: np.ndarray, end: int, mass: float) -> int:
-    """How many of cdf[:end] are at most `mass`: all are looked at, which takes less than to stop early."""
+def _searched(cdf: np.ndarray, mass: float) -> int:
+    """How many of cdf are at most `mass`: all are looked at, which takes less than to stop early."""
     found = 0
-    for k in range(end):
+    for k in range(cdf.shape[0]):
         found += cdf[k] <= mass
     return found
+
+
+@lean
+def _following(places: np.ndarray, i: int, end: int, blocks: int) -> int:
+    """The block of entry i, -1 if there is none or the entry before has it too."""
+    if i < end and places[i, NODE] != places[i - 1, NODE]:
+        return places[i, NODE] - blocks
+    return -1
 
 
 @lean
@@ -140,34 +149,58 @@ def draw_in_blocks(
     room: tuple[np.ndarray, ...],
     drawn: tuple[np.ndarray, ...],
 ) -> None:
-    """Draws of the walks that have ended, entries first to end, in the order of their blocks."""
-    sums = state[6]
+    """Draws of the walks that have ended, entries first to end, in the order of their blocks.
+
+    With each of four stages a quarter of the block that is `_BLOCKS_AHEAD` is sent for.
+    """
     (places, numbers), (u, turns, _) = walks, samples
-    (x, x_units, logits, masses, cdf), (positions, log_q) = room, drawn
-    blocks, num = sums.shape[0] // 2, u.shape[1]
+    (x, x_units, logits, masses, cdf, largest), (positions, log_q) = room, drawn
+    blocks, num = state[6].shape[0] // 2, u.shape[1]
     each = positions.shape[1] // max(1, num)
-    for i in range(first, end):
-        query, block = places[i, QUERY], places[i, NODE] - blocks
-        b, following = low + query, places[i + _BLOCKS_AHEAD, NODE] - blocks if i + _BLOCKS_AHEAD < end else block
-        size, largest, total = block_logits(block, b, x[query], x_units[query], logits, masses, state, following)
-        # Rounding may push a uniform past the end: it then means the last class that has any probability.
-        last = size - 1
-        while last > 0 and masses[last] == 0.0:
-            last -= 1
-        summed = 0.0
-        for k in range(last + 1):
-            summed += masses[k]
-            cdf[k] = summed
-        log_path = numbers[i, LOG_PATH] + np.log(numbers[i, PATH] / total) - largest
-        for j in range(places[i, FIRST], places[i, LAST]):
-            place = each * turned(j, turns[query], num)
-            for e in range(each):
-                v = u[query, j] + e / each
-                k = _searched(cdf, last, (v if v < 1.0 else v - 1.0) * total)
-                positions[b, place + e] = block * state[12] + k
-                log_q[b, place + e] = log_path + logits[k]
-        if following != block:
-            _fetch(following, 3, state)
+    for i in range(first, min(first + _BLOCKS_AHEAD, end)):
+        for quarter in range(4):
+            _fetch(places[i, NODE] - blocks, quarter, state)
+    for begin in range(first, end, WALKS_TOGETHER):
+        stop = min(begin + WALKS_TOGETHER, end)
+        for i in range(begin, stop):
+            _fetch(_following(places, i + _BLOCKS_AHEAD, end, blocks), 0, state)
+            start, size = _extent(places[i, NODE] - blocks, state)
+            dots(x[places[i, QUERY]], state[9], start, size, logits[i - begin])
+        for i in range(begin, stop):
+            _fetch(_following(places, i + _BLOCKS_AHEAD, end, blocks), 1, state)
+            (start, size), query = _extent(places[i, NODE] - blocks, state), places[i, QUERY]
+            largest[i - begin] = _finish(start, size, low + query, x_units[query], logits[i - begin], state)
+        for i in range(begin, stop):
+            _fetch(_following(places, i + _BLOCKS_AHEAD, end, blocks), 2, state)
+            (start, size), b = _extent(places[i, NODE] - blocks, state), low + places[i, QUERY]
+            _fill_masses(start, size, b, logits[i - begin], largest[i - begin], masses[i - begin], state)
+        for i in range(begin, stop):
+            _fetch(_following(places, i + _BLOCKS_AHEAD, end, blocks), 3, state)
+            (_, size), mass, sums, summed = (
+                _extent(places[i, NODE] - blocks, state),
+                masses[i - begin],
+                cdf[i - begin],
+                0.0,
+            )
+            for k in range(size):
+                summed += mass[k]
+                sums[k] = summed
+            for k in range(size, sums.shape[0]):
+                sums[k] = summed
+        for i in range(begin, stop):
+            query, (start, size), sums = places[i, QUERY], _extent(places[i, NODE] - blocks, state), cdf[i - begin]
+            # Rounding may push a uniform past the end: it then means the last class that has any probability.
+            last, total = size - 1, sums[size - 1]
+            while last > 0 and masses[i - begin, last] == 0.0:
+                last -= 1
+            log_path = numbers[i, LOG_PATH] + np.log(numbers[i, PATH] / total) - largest[i - begin]
+            for j in range(places[i, FIRST], places[i, LAST]):
+                place = each * turned(j, turns[query], num)
+                for e in range(each):
+                    v = u[query, j] + e / each
+                    k = min(_searched(sums, (v if v < 1.0 else v - 1.0) * total), last)
+                    positions[low + query, place + e] = start + k
+                    log_q[low + query, place + e] = log_path + logits[i - begin, k]
 
 
 @inlined

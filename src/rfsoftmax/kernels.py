@@ -21,6 +21,7 @@ from .block_kernels import (
     QUERY,
     SCORE,
     SCORED,
+    WALKS_TOGETHER,
     block_logits,
     draw_in_blocks,
     leaf_arrays,
@@ -228,7 +229,9 @@ def _draw(
     leaves = (np.empty((group, excluded.shape[1]), np.int64), np.empty((group, excluded.shape[1]), np.int64))
     ends = np.empty(2, np.int64)
     x = np.empty((group, state[2].shape[1]), state[14].dtype)
-    block = (x, np.empty(group), np.empty(block_size, kind), np.empty(block_size, kind), np.empty(block_size))
+    of_blocks = (WALKS_TOGETHER, block_size)
+    logits, masses, cdf = np.empty(of_blocks, kind), np.empty(of_blocks, kind), np.empty(of_blocks)
+    block = (x, np.empty(group), logits, masses, cdf, np.empty(WALKS_TOGETHER))
     for low in range(start, stop, group):
         _walk(low, min(group, stop - low), room, uniforms, state, walks, samples, leaves, ends)
         for i in range(min(group, stop - low)):
@@ -351,7 +354,7 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
         unit = leaf_query(state[2][b], state, x)
         for i in range(positions.shape[1]):
             block, place = divmod(positions[b, i], block_size)
-            _, largest, total = block_logits(block, b, x, unit, logits, masses, state, block)
+            _, largest, total = block_logits(block, b, x, unit, logits, masses, state)
             log_q[b, i] = -np.inf
             if logits[place] == -np.inf:
                 continue

@@ -73,7 +73,7 @@ def _draw(
             while last < num and not (block < end and ascending[last] * all_mass >= cdf):
                 u[last] = min(max(ascending[last] * all_mass - before, 0.0) / mass, MAX_UNIFORM)
                 last += 1
-            size, largest, total = block_logits(block, b, x, unit, logits, masses, state, block)
+            size, largest, total = block_logits(block, b, x, unit, logits, masses, state)
             _places(u[first:last], masses[:size], total, places[first:last])
             path = np.log(mass / all_mass) - largest - np.log(total)
             for i in range(first, last):
@@ -105,7 +105,7 @@ def _log_prob(state: tuple[Any, ...], positions: np.ndarray, log_q: np.ndarray, 
         unit = leaf_query(state[2][b], state, x)
         for i in range(positions.shape[1]):
             block, place = divmod(positions[b, i], block_size)
-            _, largest, total = block_logits(block, b, x, unit, logits, masses, state, block)
+            _, largest, total = block_logits(block, b, x, unit, logits, masses, state)
             if logits[place] == -np.inf:
                 log_q[b, i] = -np.inf
             else:
@@ -122,7 +122,7 @@ def _exclude(state: tuple[Any, ...], log_weight: np.ndarray, start: int, stop: i
         for e in range(excluded.shape[1]):
             if excluded[b, e] >= 0:
                 block = excluded[b, e] // block_size
-                size, _, _ = block_logits(block, b, x, unit, logits, masses, state, block)
+                size, _, _ = block_logits(block, b, x, unit, logits, masses, state)
                 first = block * block_size
                 log_masses[b, block] = _log_mass(log_weight[first : first + size], logits)
 

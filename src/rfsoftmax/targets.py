@@ -29,6 +29,10 @@ def as_labels(target: Target, batch_shape: torch.Size, num_classes: int, ignore_
 
 
 def _from_classes(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    if target.dtype == torch.int64 and target.numel() and not 0 <= ignore_index < num_classes:
+        low, high = (int(bound) for bound in target.aminmax())
+        if low >= 0 and high < num_classes:  # as nearly always: none to ignore, and one call in place of five
+            return target
     ignored = target == ignore_index
     # -1 is no padding here, but a class out of range unless it is the ignore_index.
     check_ids("target", target.masked_fill(ignored, 0), num_classes)

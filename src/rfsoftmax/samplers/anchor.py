@@ -120,7 +120,8 @@ class AnchoredSampler(Sampler):
         seen, hidden = int(self.batches_seen), hidden.to(self.query_mean)
         if len(self.recent):
             first = seen * RECENT_PER_BATCH % RECENT
-            self.recent[first : first + RECENT_PER_BATCH] = hidden.index_select(0, _spaced(len(hidden), hidden.device))
+            kept = self.recent[first : first + RECENT_PER_BATCH]
+            torch.index_select(hidden, 0, _spaced(len(hidden), hidden.device), out=kept)
         if self.anchored:
             self.query_mean.lerp_(hidden.mean(0), max(1 / (seen + 1), 0.01))
         self.batches_seen.add_(1)
