@@ -176,12 +176,8 @@ def draw_in_blocks(
             _fill_masses(start, size, b, logits[i - begin], largest[i - begin], masses[i - begin], state)
         for i in range(begin, stop):
             _fetch(_following(places, i + _BLOCKS_AHEAD, end, blocks), 3, state)
-            (_, size), mass, sums, summed = (
-                _extent(places[i, NODE] - blocks, state),
-                masses[i - begin],
-                cdf[i - begin],
-                0.0,
-            )
+            _, size = _extent(places[i, NODE] - blocks, state)
+            mass, sums, summed = masses[i - begin], cdf[i - begin], 0.0
             for k in range(size):
                 summed += mass[k]
                 sums[k] = summed
@@ -189,16 +185,14 @@ def draw_in_blocks(
                 sums[k] = summed
         for i in range(begin, stop):
             query, (start, size), sums = places[i, QUERY], _extent(places[i, NODE] - blocks, state), cdf[i - begin]
-            # Rounding may push a uniform past the end: it then means the last class that has any probability.
-            last, total = size - 1, sums[size - 1]
-            while last > 0 and masses[i - begin, last] == 0.0:
-                last -= 1
+            total = sums[size - 1]
             log_path = numbers[i, LOG_PATH] + np.log(numbers[i, PATH] / total) - largest[i - begin]
             for j in range(places[i, FIRST], places[i, LAST]):
                 place = each * turned(j, turns[query], num)
                 for e in range(each):
                     v = u[query, j] + e / each
-                    k = min(_searched(sums, (v if v < 1.0 else v - 1.0) * total), last)
+                    # What is below 1, times total, is below total, rounded too: a class is found, and one with mass.
+                    k = _searched(sums, (v if v < 1.0 else v - 1.0) * total)
                     positions[low + query, place + e] = start + k
                     log_q[low + query, place + e] = log_path + logits[i - begin, k]
 
