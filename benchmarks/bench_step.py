@@ -280,8 +280,9 @@ def main() -> None:
     parser.add_argument(
         "--warm-up",
         type=int,
-        default=300,
-        help="steps of ours before it is timed; from the 136th on (d = 64) a row moves enough when first touched",
+        default=400,
+        help="steps of ours before it is timed; from the 136th on (d = 64) a row moves enough when first touched, and "
+        "between the 336th and the 1,360th there is no rebuild, whose share bench_update.py tells",
     )
     parser.add_argument("--repeats", type=int, default=9, help="interleaved repetitions; the median counts")
     parser.add_argument("--profile", action="store_true", help="tell where the time of a step of ours goes instead")
